@@ -1,0 +1,114 @@
+"""The Backend contract: a thing that trains.
+
+A backend decides where parameters, gradients and optimizer state live. One instance runs on every rank; all ranks call the same verbs in
+the same order, because every verb below may communicate. `drumroll verify NAME` proves an implementation against `single`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+from pydantic import BaseModel
+
+from drumroll.types import Denominators, MicroBatch, Stat, TokenOutputs
+
+
+@dataclass(slots=True, frozen=True)
+class RankContext:
+    """This process's place in the job. The default process group exists already, also at world size 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(slots=True, frozen=True)
+class ModelSpec:
+    """Which model, and how it computes."""
+
+    path: str  # a HF model folder on disk: config.json and safetensors
+    compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32
+    temperature: float = 1.0  # log-probs are log_softmax(logits / temperature), as in sampling
+    trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
+    layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
+    attention: str = "sdpa"  # transformers' attn_implementation
+    checkpointing: bool = False  # activation checkpointing, one unit a transformer block
+    trust_remote_code: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class OptimSpec:
+    """AdamW (Loshchilov & Hutter 2019) and the clip before it. The learning rate comes with each step."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: no clipping
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """What a loss function gives back: a scalar with graph, and detached per-token vectors to report."""
+
+    loss: torch.Tensor  # float32 [], already divided by the global denominator
+    stats: dict[str, torch.Tensor]  # name -> float32 [any length]; reported as mean and max over all ranks
+
+
+LossFn = Callable[[TokenOutputs, MicroBatch, Denominators], LossOutput]
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    grad_norm: float  # global L2 norm before clipping, a plain float, the same on all ranks
+    skipped: bool  # non-finite norm: parameters and moments untouched on all ranks, gradients cleared
+
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class Backend(Protocol):
+    """Ten verbs. Every public attribute a caller may use is here."""
+
+    Config: ClassVar[type[BaseModel]]  # the backend's own options (`backend.<name>.*`), typed and documented in its file
+
+    def __init__(self, options: BaseModel) -> None: ...
+
+    def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
+        """Meta device -> shard -> stream the safetensors file into the shards. `optim=None`: forward-only, no gradient or optimizer memory."""
+
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        """Per-target log-probs (and entropy), no grad, eval mode. An empty micro-batch gives empty tensors and still communicates."""
+
+    def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
+        """Accumulate the gradient of `loss` summed (not averaged) over all ranks and micro-batches.
+
+        `last`: the final micro-batch before `step`. Returned stats are this rank's; `loss` has `sum` = this rank's share of the loss.
+        """
+
+    def step(self, lr: float) -> StepResult:
+        """Clip by the global norm, optimizer step, zero the gradients; on a non-finite norm skip on all ranks together."""
+
+    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+        """Buckets of (HF name, full tensor in `dtype`), each name once, tied names once; at most one bucket unsharded at a time. Collective."""
+
+    def gradients(self) -> Iterator[NamedTensor]:
+        """(HF name, full fp32 gradient) of every trainable parameter, between `forward_backward` and `step`. Collective; for verification."""
+
+    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards; nothing is gathered. Collective."""
+
+    def save(self, directory: Path) -> None:
+        """Write parameters and optimizer state through DCP, named by HF name, readable by any backend at any world size. Collective."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote. Raises RunError when the names saved and restored differ. Collective."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now on this rank by kind: parameter, gradient, optimizer, unsharded, other; measured from live storages."""
+
+    def close(self) -> None:
+        """Release everything."""

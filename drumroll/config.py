@@ -1,0 +1,333 @@
+"""The run configuration: one frozen pydantic tree from `recipe.yaml` and `a.b=c` overrides.
+
+Unknown keys are refused at any level, with the nearest valid key. Options of a backend or an engine live under
+`backend.<name>.*` and `engine.<name>.*`; their schema is in the plug-in's own file and `drumroll.plugins.check` applies it: the sections of
+names that are not selected are checked and otherwise inert. Nothing here needs torch, and nothing rewrites what the user said:
+derived values are properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from drumroll.errors import UserError
+
+T = TypeVar("T", bound=BaseModel)
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of every section, plug-ins' included: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str = Field(description="HF model folder, hub id, or builtin:NAME (made in code; `drumroll model list`)")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; auto: bfloat16 on a GPU, float32 on a CPU. Stored parameters are always float32")
+    trainable: tuple[str, ...] = Field((), description="regular expressions over HF parameter names; empty: all parameters train")
+    layout: Literal["auto", "rows", "packed"] = Field("auto", description="how a micro-batch is laid out: right-padded rows of similar length, or one packed row")
+    attention: str = Field("sdpa", description="transformers' attn_implementation")
+    checkpointing: bool = Field(False, description="activation checkpointing, one unit a transformer block")
+    trust_remote_code: bool = False
+
+
+class TaskSource(Section):
+    """A procedural task made in code: rows are a pure function of (task, options, seed, index)."""
+
+    task: str = Field(description="sort, larger, reverse, or reasoning_gym:NAME (an extra)")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task, e.g. {digits: 6}")
+    rows: Positive | None = Field(None, description="number of rows; none: endless (training only)")
+    seed: int = 0
+
+
+class FileSource(Section):
+    """Rows from a jsonl or parquet file, or a folder saved by `datasets`."""
+
+    path: str
+    rows: Positive | None = Field(None, description="use only the first rows")
+    skip: int = Field(0, ge=0, description="leave out the first rows")
+
+
+class HubSource(Section):
+    """Rows from a data set on the hub."""
+
+    hub: str
+    name: str | None = None
+    split: str = "train"
+    rows: Positive | None = None
+    skip: int = Field(0, ge=0)
+
+
+SourceConfig = Union[TaskSource, FileSource, HubSource]
+
+
+class DataConfig(Section):
+    train: SourceConfig
+    eval: SourceConfig | None = None
+    prompt: str = Field("prompt", description="column with the prompt: a string, or a list of chat messages")
+    completion: str | None = Field(None, description="SFT: column with the completion; none: the prompt column holds whole chats")
+    template: str | None = Field(None, description="text with {column} fields that makes the user prompt; replaces `prompt`")
+    system: str | None = Field(None, description="system message put before every chat")
+    examples: tuple[dict[str, str], ...] = Field((), description="chat messages {role, content} put between the system message and the prompt (few-shot)")
+    chat: bool | None = Field(None, description="apply the tokenizer's chat template; none: when there is one")
+    max_prompt_tokens: Positive = Field(1024, description="a longer prompt is left out and counted")
+    shuffle: bool = True
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Positive = 32
+    max_tokens: Positive = 256
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    stop: tuple[str, ...] = ()
+
+
+class RewardConfig(Section):
+    fn: str = Field(description="a reward of the package (exact, digits, format, math), module:name, file.py:name, trl:module:name or verl:module:name")
+    weight: float = 1.0
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments bound to the function")
+    timeout_s: float = Field(10.0, gt=0, description="wall-clock limit for one sample; a sample over it has no verdict")
+
+
+class KLConfig(Section):
+    coef: float = Field(0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    where: Literal["loss", "reward"] = "loss"
+
+
+class AlgorithmConfig(Section):
+    """A preset by name; every other field left out takes the preset's value (`drumroll/algorithms/presets.py`)."""
+
+    name: str
+    group_size: Positive | None = Field(None, description="samples a prompt")
+    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"] | None = None
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = None
+    clip_low: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
+    constant_length: Positive | None = Field(None, description="tokens; the divisor of aggregate: constant; none: rollout.max_tokens")
+    entropy_coef: float | None = None
+    kl: KLConfig | None = None
+    minibatches: Positive | None = Field(None, description="optimizer steps a rollout batch and epoch")
+    epochs: Positive | None = Field(None, description="passes over a rollout batch")
+    old_logprobs: Literal["auto", "engine", "recompute"] | None = None
+    dynamic_sampling: bool | None = Field(None, description="draw again until the batch has enough groups whose rewards differ (DAPO)")
+    max_draws: Positive | None = Field(None, description="dynamic sampling: at most this many times the prompts of a step")
+    overlong: Literal["keep", "mask", "shape"] | None = Field(None, description="responses cut by max_tokens: train on them, leave them out, or DAPO's soft length penalty")
+    overlong_buffer: Positive | None = Field(None, description="tokens before max_tokens where the soft penalty starts")
+
+
+class OptimConfig(Section):
+    """AdamW; the learning rate is a pure function of the number of applied steps."""
+
+    lr: float = Field(1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate over `lr`")
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    max_skips: Positive = Field(5, description="abort after this many non-finite steps in a row")
+
+
+class TrainConfig(Section):
+    micro_batch_tokens: Positive = Field(4096, description="most tokens of one micro-batch on a rank, as the kernels see them (padding of the layout included)")
+    batch_size: Positive = Field(64, description="SFT: samples an optimizer step")
+
+
+class WarmupConfig(Section):
+    """A short SFT run before RL, always on the specification backend with a fixed seed; cached by digest."""
+
+    steps: Positive
+    batch_size: Positive = 64
+    lr: float = Field(1e-3, gt=0)
+    seed: int = 0
+
+
+class NamedSection(BaseModel):
+    """`name` selects a plug-in; every other key is the section of a plug-in of that name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str
+
+    @model_validator(mode="after")
+    def _sections_are_mappings(self) -> NamedSection:
+        for key, value in self.sections.items():
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{key!r} is neither `name` nor the section of a plug-in; options go below the plug-in's name, e.g. {self.name}.{key}")
+        return self
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Raw options of the selected plug-in."""
+        return dict(self.sections.get(self.name, {}))
+
+
+class RuntimeConfig(Section):
+    name: Literal["local"] = "local"
+    ranks: Positive = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = Field(600.0, gt=0, description="a rank silent for longer ends the run")
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last step")
+    rows: Positive = Field(256, description="at most this many rows")
+    temperature: float = Field(0.0, ge=0, description="0: greedy")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    keep: Positive = 2
+
+
+class RecordConfig(Section):
+    rollouts: bool = Field(True, description="write every rollout to rollouts.jsonl")
+    batches: bool = Field(True, description="write every training batch, so that `drumroll replay` can train it again")
+    tensorboard: bool = True
+
+
+class RunConfig(Section):
+    pipeline: Literal["rl", "sft"] = "rl"
+    max_steps: Positive
+    run_dir: str
+    seed: int = 0
+    max_lag: Literal[0] = Field(0, description="weight versions a sample may be behind; 0: rollout and training alternate")
+    model: ModelConfig
+    warmup: str | WarmupConfig | None = Field(None, description="a short SFT run before RL, or the folder of a model that has had one")
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: tuple[RewardConfig, ...] = ()
+    algorithm: AlgorithmConfig | None = None
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    backend: NamedSection
+    engine: NamedSection | None = None
+    runtime: RuntimeConfig = RuntimeConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
+
+    @model_validator(mode="after")
+    def _rl_is_complete(self) -> RunConfig:
+        if self.pipeline == "rl":
+            missing = [k for k, v in (("algorithm", self.algorithm), ("engine", self.engine), ("rewards", self.rewards)) if not v]
+            if missing:
+                raise ValueError(f"pipeline: rl needs {', '.join(missing)}")
+        return self
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence in tokens: prompt and response."""
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe and apply `a.b=c` overrides (values are YAML). Raises UserError naming file and key."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such recipe")
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}: expected a mapping of keys at the top level, got {type(tree).__name__}")
+    for text in overrides:
+        _override(tree, text)
+    return parse(tree, str(file))
+
+
+def parse(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
+    """Validate a mapping. Raises UserError with one line a fault: key, what was expected, what was got."""
+    return validate(RunConfig, tree, where)
+
+
+def validate(schema: type[T], tree: Mapping[str, Any], where: str) -> T:
+    """Validate `tree` against a schema. Raises UserError with one line a fault."""
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{where}: {line}" for line in _explain(schema, error))) from error
+
+
+def dump(config: RunConfig, path: Path) -> None:
+    """Write the resolved config as YAML; `load` gives it back equal."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"{text!r}: expected key=value, e.g. runtime.ranks=2")
+    *parents, leaf = key.split(".")
+    node = tree
+    for depth, part in enumerate(parents):
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"{text!r}: {'.'.join(parents[: depth + 1])} is a value ({child!r}), not a section")
+        node = child
+    try:
+        node[leaf] = _scalar(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"{text!r}: the value is not valid YAML: {error}") from error
+
+
+def _scalar(value: str) -> Any:
+    """A YAML value; `3e-4`, which YAML 1.1 reads as a string, is a number here."""
+    parsed = yaml.safe_load(value)
+    if isinstance(parsed, str):
+        try:
+            return float(parsed)
+        except ValueError:
+            return parsed
+    return parsed
+
+
+def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
+    for fault in error.errors(include_url=False):
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = get_close_matches(str(fault["loc"][-1]), _keys_beside(schema, fault["loc"]), n=1)
+            yield f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        elif fault["type"] == "missing":
+            yield f"missing key {key!r}"
+        else:
+            yield f"{key or 'recipe'}: {fault['msg']}, got {fault['input']!r}" if key else fault["msg"]
+
+
+def _keys_beside(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Valid keys of the section that holds the last part of `loc`."""
+    sections: list[type[BaseModel]] = [schema]
+    for part in loc[:-1]:
+        named = [s for s in sections if s.__name__ == part]  # pydantic puts the union member's name in the path
+        if named:
+            sections = named
+            continue
+        fields = [s.model_fields[str(part)] for s in sections if str(part) in s.model_fields]
+        if fields:
+            sections = [m for f in fields for m in _models_in(f.annotation)]
+    return [name for s in sections for name in s.model_fields]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]

@@ -1,0 +1,75 @@
+"""Load a backend, an engine, a transport or a reward by folder name or by `module:Name` / `file.py:Name`.
+
+The only dynamic look-up in the package. A named plug-in lives in `drumroll/<kind>/<name>.py` (or a folder of that name) and says
+which class it offers in `PLUGIN`; a name with a colon is imported from the user's module or file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from drumroll.errors import UserError
+
+# The two names that other code may rely on: what every backend is measured against, and the engine that needs no further install.
+SPECIFICATION_BACKEND = "single"
+EMBEDDED_ENGINE = "transformers"
+
+
+def names(kind: str) -> list[str]:
+    """Names of the plug-ins of `kind` ("backends", "engines", "sync") that the package ships, sorted."""
+    package = importlib.import_module(f"drumroll.{kind}")
+    found = (m.name for m in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in found if name not in package.SHARED)
+
+
+def load(kind: str, name: str) -> Any:
+    """The plug-in class (or function) called `name`. Raises UserError when there is none, naming the nearest."""
+    if ":" in name:
+        return load_symbol(name)
+    known = names(kind)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"unknown name {name!r} in drumroll.{kind}: expected one of {', '.join(known)}, or module:Name{hint}")
+    return importlib.import_module(f"drumroll.{kind}.{name}").PLUGIN
+
+
+def load_symbol(path: str) -> Any:
+    """Import `package.module:Name` or `some/file.py:Name`. Raises UserError naming what is missing."""
+    where, _, symbol = path.rpartition(":")
+    module = _import_file(where) if where.endswith(".py") else _import_module(where, path)
+    if symbol not in vars(module):
+        near = get_close_matches(symbol, list(vars(module)), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"{path!r}: {where} defines no {symbol!r}{hint}")
+    return vars(module)[symbol]
+
+
+def _import_module(where: str, path: str) -> Any:
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not where.startswith(error.name):
+            raise  # the user's module exists and one of its own imports is missing: their traceback says more
+        raise UserError(f"{path!r}: no module {where!r}; expected module:Name on the Python path, or file.py:Name") from error
+
+
+def _import_file(where: str) -> Any:
+    file = Path(where).resolve()
+    if not file.is_file():
+        raise UserError(f"{where}: no such file; expected file.py:Name")
+    name = f"drumroll_user_{file.stem}_{abs(hash(str(file)))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that what it defines can be pickled by name and dataclasses resolve
+    spec.loader.exec_module(module)
+    return module
