@@ -7,7 +7,7 @@ planning of a run work without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +64,7 @@ class TrainSample:
     old_logprobs: np.ndarray | None = None  # float32 [N], from the trainer before the first optimizer step of the batch
     ref_logprobs: np.ndarray | None = None  # float32 [N], from the frozen reference
     group_id: int = -1
+    index: int = -1  # sample index within its group
 
     @property
     def n_targets(self) -> int:
@@ -100,6 +101,17 @@ class TokenOutputs:
     logprobs: torch.Tensor  # float32 [N], natural log, at the configured temperature
     entropy: torch.Tensor | None = None  # float32 [N], nats
     values: torch.Tensor | None = None  # float32 [N], from a value head
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """What a loss function gives back: a scalar with graph, and detached per-token vectors to report."""
+
+    loss: torch.Tensor  # float32 [], already divided by the global denominator
+    stats: dict[str, torch.Tensor]  # name -> float32 [any length]; reported as sum, mean and max over all ranks
+
+
+LossFn = Callable[[TokenOutputs, MicroBatch, Denominators], LossOutput]
 
 
 @dataclass(slots=True)

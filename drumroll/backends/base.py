@@ -6,7 +6,7 @@ the same order, because every verb below may communicate. `drumroll verify NAME`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -14,7 +14,9 @@ from typing import ClassVar, Protocol
 import torch
 from pydantic import BaseModel
 
-from drumroll.types import Denominators, MicroBatch, Stat, TokenOutputs
+from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs
+
+__all__ = ["Backend", "LossFn", "LossOutput", "ModelSpec", "NamedTensor", "OptimSpec", "RankContext", "StepResult"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,17 +50,6 @@ class OptimSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
-
-
-@dataclass(slots=True)
-class LossOutput:
-    """What a loss function gives back: a scalar with graph, and detached per-token vectors to report."""
-
-    loss: torch.Tensor  # float32 [], already divided by the global denominator
-    stats: dict[str, torch.Tensor]  # name -> float32 [any length]; reported as mean and max over all ranks
-
-
-LossFn = Callable[[TokenOutputs, MicroBatch, Denominators], LossOutput]
 
 
 @dataclass(slots=True, frozen=True)
