@@ -1,0 +1,285 @@
+"""A driver and N rank processes on one machine: typed calls, first failure ends the run, nothing is left running.
+
+`launch` starts one object (made by `factory`) on every rank and gives the driver a handle; `call` runs a method on all of them:
+
+    with launch(factory, Worker, ranks=2) as ranks:
+        reports = ranks.call(Worker.push, version)                # the same arguments everywhere
+        losses = ranks.scatter(Worker.train, [(a,), (b,)])        # one tuple of arguments a rank
+
+With one rank and `in_process` the object lives in the driver's process, so that a debugger works.
+
+[Note: who fails first] When a rank dies, its peers fail too, a moment later, with a broken collective. The driver therefore waits a short grace
+period after the first sign of trouble, collects every failure, and blames in this order: a rank that was killed, a rank whose error is its own,
+and last a rank that only lost its peers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from drumroll import env
+from drumroll.backends.base import RankContext
+from drumroll.errors import RunError, UserError
+
+GRACE_S = 1.0  # how long peers of a failed rank may take to report their own side
+CLOSE_S = 10.0  # how long ranks may take to close by themselves
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=Closable)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class Ranks(AbstractContextManager["Ranks[W]"], Generic[W]):
+    """Handle of the objects on all ranks. Calls return one result a rank, in rank order."""
+
+    world_size: int
+
+    def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run `method` on every rank with the same arguments."""
+        if kwargs:
+            raise TypeError("rank calls take positional arguments")
+        return self.scatter(method, [args] * self.world_size)
+
+    def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Run `method` on every rank, each with its own tuple of arguments."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def launch(factory: Callable[[RankContext], W], ranks: int, device: str = "auto", timeout_s: float = 600.0, in_process: bool = True) -> Ranks[W]:
+    """Start `factory(context)` on every rank. `factory` must pickle. Raises UserError for devices that are not there, RunError when a rank fails."""
+    kind = resolve_device(device, ranks)
+    if ranks == 1 and in_process:
+        return _InProcess(factory, kind)
+    return _Processes(factory, ranks, kind, timeout_s)
+
+
+def resolve_device(device: str, ranks: int) -> str:
+    """`auto` is a GPU where there is one. Raises UserError when there are fewer GPUs than ranks."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and gpus < ranks:
+        raise UserError(f"runtime.ranks={ranks} on device cuda, but this machine has {gpus} GPUs: lower runtime.ranks, or set runtime.device=cpu")
+    return device
+
+
+def _context(rank: int, world_size: int, device: str, store: dist.Store, timeout_s: float) -> RankContext:
+    """Join the process group. One thread a rank on a CPU: ranks share the cores."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return RankContext(rank=rank, world_size=world_size, device=torch.device(device, rank) if device == "cuda" else torch.device("cpu"))
+
+
+class _InProcess(Ranks[W]):
+    def __init__(self, factory: Callable[[RankContext], W], device: str) -> None:
+        self.world_size = 1
+        self._context = _context(0, 1, device, dist.HashStore(), 600.0)
+        try:
+            self._worker = factory(self._context)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
+        return [method(self._worker, *args[0])]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            self._worker.close()
+            dist.destroy_process_group()
+
+
+@dataclass(slots=True)
+class _Failure:
+    """One rank's end. `text`: its traceback, or what became of its process."""
+
+    rank: int
+    text: str
+    user_error: bool = False
+    killed: bool = False
+
+    @property
+    def lost_peers(self) -> bool:
+        """The error speaks of a broken connection: some other rank failed first."""
+        return any(mark in self.text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvBytes", "sendBytes"))
+
+    @property
+    def blame(self) -> int:
+        return 0 if self.killed else 2 if self.lost_peers else 1
+
+
+class _Processes(Ranks[W]):
+    def __init__(self, factory: Callable[[RankContext], W], ranks: int, device: str, timeout_s: float) -> None:
+        self.world_size = ranks
+        self._timeout_s = timeout_s
+        # Port 0: the system picks a free port and this store holds it, so nobody can take it between choosing and binding.
+        self._store = dist.TCPStore(env.LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, factory, rank, ranks, device, self._store.port, timeout_s), name=f"drumroll-rank-{rank}", daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._collect()
+        except BaseException:
+            self._kill()
+            raise
+
+    def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
+        if len(args) != self.world_size:
+            raise ValueError(f"{method.__name__}: {len(args)} tuples of arguments for {self.world_size} ranks")
+        try:
+            for pipe, arguments in zip(self._pipes, args, strict=True):
+                pipe.send((method, arguments))  # a method pickles by its qualified name
+        except OSError:
+            pass  # a rank is gone; collecting its answer says why
+        return self._collect()
+
+    def _collect(self) -> list[Any]:
+        """One answer a rank, or the first failure raised with all ranks ended."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, _Failure] = {}
+        deadline = time.monotonic() + self._timeout_s
+        while len(answers) + len(failures) < self.world_size:
+            waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in failures]
+            ready = wait([self._pipes[r] for r in waiting] + [self._processes[r].sentinel for r in waiting], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not failures:
+                    failures[waiting[0]] = _Failure(waiting[0], f"silent for {self._timeout_s:g} s (runtime.timeout_s); ranks without an answer: {waiting}")
+                break
+            for rank in waiting:
+                if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
+                    self._receive(rank, answers, failures)
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures:
+            self._kill()
+            raise _first_cause(list(failures.values()))
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int, answers: dict[int, Any], failures: dict[int, _Failure]) -> None:
+        try:
+            if self._pipes[rank].poll():
+                ok, value = self._pipes[rank].recv()
+                if ok:
+                    answers[rank] = value
+                else:
+                    failures[rank] = value
+                return
+        except (EOFError, OSError):
+            pass
+        self._processes[rank].join(timeout=GRACE_S)
+        code = self._processes[rank].exitcode
+        killed = code is not None and code < 0
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and killed else f"exited with code {code}"
+        hint = "; the kernel kills the largest process when memory runs out" if killed and code == -signal.SIGKILL else ""
+        failures[rank] = _Failure(rank, f"the process of rank {rank} {how}{hint}", killed=killed)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass  # already gone
+        deadline = time.monotonic() + CLOSE_S
+        for process in self._processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.terminate()
+        for process in self._processes:
+            process.join(timeout=2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _first_cause(failures: list[_Failure]) -> Exception:
+    """The failure to blame, in words. See [Note: who fails first]."""
+    first = min(failures, key=lambda failure: failure.blame)  # ties: the one that came first
+    if first.user_error:
+        return UserError(first.text)
+    others = sorted(failure.rank for failure in failures if failure is not first)
+    tail = f"\n(ranks {others} failed after it)" if others else ""
+    return RunError(f"rank {first.rank} failed first:\n{first.text.rstrip()}{tail}")
+
+
+def _serve(pipe: Connection, factory: Callable[[RankContext], Any], rank: int, world_size: int, device: str, port: int, timeout_s: float) -> None:
+    """A rank process: build the worker, then answer calls until the driver says None or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group: the driver decides, and closes us
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    env.use_loopback_for_collectives()
+    try:
+        store = dist.TCPStore(env.LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        worker = factory(_context(rank, world_size, device, store, timeout_s))
+        pipe.send((True, None))
+        while (message := pipe.recv()) is not None:
+            method, arguments = message
+            pipe.send((True, method(worker, *arguments)))
+        worker.close()
+        dist.destroy_process_group()
+    except UserError as error:
+        pipe.send((False, _Failure(rank, str(error), user_error=True)))
+    except EOFError:
+        pass  # the driver is gone
+    except BaseException:
+        pipe.send((False, _Failure(rank, traceback.format_exc())))
+        sys.stdout.flush()
+        os._exit(1)  # not sys.exit: a peer may wait for us in a collective, and destructors must not wait for it in turn
+
+
+def _end_with_driver() -> None:
+    """A rank inside a collective does not read its pipe; this thread ends it when the driver dies."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

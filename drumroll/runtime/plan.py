@@ -1,0 +1,28 @@
+"""Which roles live on which ranks. Pure: works without torch, before anything is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drumroll.config import RunConfig
+
+Role = Literal["policy", "reference", "engine"]
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """Roles share ranks (`max_lag: 0` alternates sampling and training, so nobody is idle beside the other)."""
+
+    world_size: int
+    roles: frozenset[Role]  # every role lives on every rank
+
+
+def plan(config: RunConfig, reference: bool) -> Plan:
+    """Place the roles that the pipeline needs. `reference`: the algorithm holds the policy near a frozen copy."""
+    roles: set[Role] = {"policy"}
+    if config.pipeline == "rl":
+        roles.add("engine")
+    if reference:
+        roles.add("reference")
+    return Plan(world_size=config.runtime.ranks, roles=frozenset(roles))

@@ -1,0 +1,109 @@
+"""The policy across all ranks, as the driver sees it: score samples, take one optimizer step, send the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from drumroll.algorithms.schedule import learning_rate
+from drumroll.backends.base import LossFn
+from drumroll.config import RunConfig
+from drumroll.engines.base import Completion, GenerateRequest
+from drumroll.engines.router import route
+from drumroll.errors import RunError
+from drumroll.packing import denominators, pack
+from drumroll.runtime.local import Ranks
+from drumroll.runtime.worker import Scored, TrainReport, Worker
+from drumroll.sync.base import PushReport
+from drumroll.types import Stat, StepStats, TrainSample
+
+
+class Policy:
+    """Driver state that decides numbers lives here: applied steps (the learning rate), skips in a row, the weight version."""
+
+    def __init__(self, ranks: Ranks[Worker], config: RunConfig, total_steps: int) -> None:
+        self._ranks = ranks
+        self._config = config
+        self._total_steps = total_steps
+        self.applied_steps = 0
+        self.skips_in_a_row = 0
+        self.version = -1  # nothing sent yet
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Completions of all requests, in no particular order."""
+        shares = route(requests, self._ranks.world_size)
+        return [completion for share in self._ranks.scatter(Worker.generate, [(share,) for share in shares]) for completion in share]
+
+    def logprobs(self, role: Scored, samples: Sequence[TrainSample]) -> list[np.ndarray]:
+        """Log-probs of every sample's targets under the policy or the reference: float32 [N] a sample, in the order given."""
+        packed = self._pack(samples)
+        answers = self._ranks.scatter(Worker.logprobs, [(role, self._pick(samples, micros)) for micros in packed])
+        scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+        for micros, scored in zip(packed, answers, strict=True):
+            for indices, arrays in zip(micros, scored, strict=True):
+                for index, array in zip(indices, arrays, strict=True):
+                    scores[index] = array
+        return scores
+
+    def step(self, samples: Sequence[TrainSample], loss: LossFn) -> StepStats:
+        """One optimizer step on `samples`. Raises RunError after `optim.max_skips` non-finite steps in a row."""
+        packed = self._pack(samples)
+        rate = self.next_learning_rate
+        total = denominators(samples)
+        reports = self._ranks.scatter(Worker.train, [(self._pick(samples, micros), loss, total, rate) for micros in packed])
+        merged = _merge(reports)
+        if merged.skipped:
+            self.skips_in_a_row += 1
+            if self.skips_in_a_row >= self._config.optim.max_skips:
+                raise RunError(
+                    f"the gradient norm was not finite in {self.skips_in_a_row} optimizer steps in a row (optim.max_skips): "
+                    "parameters are as they were before the first of them; lower optim.lr, or look at the last records for NaN rewards or log-probs"
+                )
+        else:
+            self.applied_steps += 1
+            self.skips_in_a_row = 0
+        return merged
+
+    @property
+    def next_learning_rate(self) -> float:
+        return learning_rate(self._config.optim, self.applied_steps, self._total_steps)
+
+    def push(self) -> PushReport:
+        """Send the weights to every engine as the next version; all digests are compared on all ranks."""
+        self.version += 1
+        return self._ranks.call(Worker.push, self.version)[0]
+
+    def export(self, out: Path) -> None:
+        """Write a HF model folder."""
+        self._ranks.call(Worker.export, out)
+
+    def save(self, directory: Path) -> None:
+        self._ranks.call(Worker.save, directory)
+
+    def load(self, directory: Path) -> None:
+        self._ranks.call(Worker.load, directory)
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes by kind, one entry a rank."""
+        return self._ranks.call(Worker.memory)
+
+    def _pack(self, samples: Sequence[TrainSample]) -> list[list[list[int]]]:
+        return pack([len(sample.token_ids) for sample in samples], self._ranks.world_size, self._config.train.micro_batch_tokens)
+
+    @staticmethod
+    def _pick(samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
+        return [[samples[index] for index in micro] for micro in micros]
+
+
+def _merge(reports: Sequence[TrainReport]) -> StepStats:
+    results = {(report.result.grad_norm, report.result.skipped) for report in reports if not report.result.skipped}
+    skipped = any(report.result.skipped for report in reports)
+    if skipped and results or len(results) > 1:
+        raise RunError(f"ranks disagree about the step: {[report.result for report in reports]}")
+    stats: dict[str, Stat] = {}
+    for report in reports:
+        for name, stat in report.stats.items():
+            stats[name] = stats[name].merge(stat) if name in stats else stat
+    return StepStats(grad_norm=reports[0].result.grad_norm, skipped=skipped, stats=stats)

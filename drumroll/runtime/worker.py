@@ -1,0 +1,174 @@
+"""What one rank hosts: the policy, a frozen reference where the algorithm asks for one, and an embedded engine.
+
+Verbs are the driver's calls. Every rank gets the same verbs in the same order with the same number of micro-batches, so collectives always match.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from drumroll import plugins
+from drumroll.backends.base import Backend, LossFn, ModelSpec, OptimSpec, RankContext, StepResult
+from drumroll.config import RunConfig
+from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
+from drumroll.models.export import save_folder
+from drumroll.packing import collate
+from drumroll.runtime.plan import Plan
+from drumroll.sync.base import PushReport, Transport
+from drumroll.types import Denominators, Stat, TrainSample
+
+Scored = Literal["policy", "reference"]
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerSpec:
+    """Everything a rank needs to build its roles; picklable."""
+
+    config: RunConfig
+    folder: Path  # HF model folder that policy, reference and engine start from
+    plan: Plan
+
+
+@dataclass(slots=True, frozen=True)
+class TrainReport:
+    """One rank's part of one optimizer step."""
+
+    result: StepResult
+    stats: dict[str, Stat]
+
+
+class Worker:
+    def __init__(self, ctx: RankContext, spec: WorkerSpec) -> None:
+        self._ctx = ctx
+        self._spec = spec
+        model = model_spec(spec.config, spec.folder, ctx.device)
+        self._policy = self._backend(model, optim_spec(spec.config))
+        self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
+        self._engine = self._start_engine(model) if "engine" in spec.plan.roles else None
+        self._transport: Transport = plugins.load("sync", "inprocess")()
+
+    def _backend(self, model: ModelSpec, optim: OptimSpec | None) -> Backend:
+        section = self._spec.config.backend
+        backend: Backend = plugins.load("backends", section.name)(plugins.options("backends", section))
+        backend.setup(self._ctx, model, optim)
+        return backend
+
+    def _start_engine(self, model: ModelSpec) -> Engine:
+        config = self._spec.config
+        assert config.engine is not None
+        engine: Engine = plugins.load("engines", config.engine.name)(plugins.options("engines", config.engine))
+        engine.start(
+            EngineSpec(
+                path=model.path,
+                dtype=model.compute_dtype,
+                device=self._ctx.device,
+                seed=config.seed,
+                max_length=config.max_length,
+                trust_remote_code=model.trust_remote_code,
+            )
+        )
+        return engine
+
+    @property
+    def _sampler(self) -> Engine:
+        assert self._engine is not None, "this run has no engine"
+        return self._engine
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """All completions of this rank's requests."""
+        return list(self._sampler.generate(requests))
+
+    def logprobs(self, role: Scored, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
+        """Per-target log-probs, float32 [N] a sample, in the order given."""
+        backend = self._policy if role == "policy" else self._reference
+        assert backend is not None, f"this run has no {role}"
+        scores: list[list[np.ndarray]] = []
+        for samples in micros:
+            outputs = backend.logprobs(collate(samples, self._ctx.device))
+            flat = outputs.logprobs.cpu().numpy()
+            ends = np.cumsum([sample.n_targets for sample in samples])[:-1]
+            scores.append(np.split(flat, ends) if samples else [])
+        return scores
+
+    def train(self, micros: Sequence[Sequence[TrainSample]], loss: LossFn, denominators: Denominators, lr: float) -> TrainReport:
+        """One optimizer step over this rank's micro-batches."""
+        stats: dict[str, Stat] = {}
+        for index, samples in enumerate(micros):
+            last = index == len(micros) - 1
+            for name, stat in self._policy.forward_backward(collate(samples, self._ctx.device), loss, denominators, last).items():
+                stats[name] = stats[name].merge(stat) if name in stats else stat
+        return TrainReport(self._policy.step(lr), stats)
+
+    def push(self, version: int) -> PushReport:
+        """Send the policy's weights to the engine, and compare digests."""
+        dtype = model_spec(self._spec.config, self._spec.folder, self._ctx.device).compute_dtype
+        return self._transport.push(self._policy, self._sampler, dtype, version)
+
+    def save(self, directory: Path) -> None:
+        self._policy.save(directory)
+
+    def load(self, directory: Path) -> None:
+        self._policy.load(directory)
+
+    def export(self, out: Path) -> None:
+        """Write the policy as a HF folder; rank 0 writes, all ranks take part in gathering bucket by bucket."""
+        buckets = self._policy.weights(torch.float32)
+        if self._ctx.rank == 0:
+            save_folder(self._spec.folder, out, buckets)
+        else:
+            for _ in buckets:
+                pass
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held on this rank by kind, and `peak`: the most this process has held (device memory on a GPU, resident memory on a CPU)."""
+        held = dict(self._policy.memory())
+        if self._engine is not None:
+            held["engine"] = self._engine.memory()
+        if self._reference is not None:
+            held["reference"] = sum(self._reference.memory().values())
+        held["peak"] = _peak_bytes(self._ctx.device)
+        return held
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._policy.close()
+        if self._reference is not None:
+            self._reference.close()
+
+
+def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSpec:
+    """How policy and reference compute; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if config.model.dtype == "auto":
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    else:
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return ModelSpec(
+        path=str(folder),
+        compute_dtype=dtype,
+        temperature=config.rollout.temperature if config.pipeline == "rl" else 1.0,
+        trainable=config.model.trainable,
+        layout=config.model.layout,
+        attention=config.model.attention,
+        checkpointing=config.model.checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def optim_spec(config: RunConfig) -> OptimSpec:
+    return OptimSpec(
+        betas=config.optim.betas, eps=config.optim.eps, weight_decay=config.optim.weight_decay, max_grad_norm=config.optim.max_grad_norm
+    )
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
