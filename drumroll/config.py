@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from drumroll.errors import UserError
 
@@ -50,7 +50,8 @@ class TaskSource(Section):
 class FileSource(Section):
     """Rows from a jsonl or parquet file, or a folder saved by `datasets`."""
 
-    path: str
+    path: str = Field(description="relative paths start at the working directory")
+    split: str | None = Field(None, description="which split of a folder that has several")
     rows: Positive | None = Field(None, description="use only the first rows")
     skip: int = Field(0, ge=0, description="leave out the first rows")
 
@@ -65,20 +66,63 @@ class HubSource(Section):
     skip: int = Field(0, ge=0)
 
 
-SourceConfig = Union[TaskSource, FileSource, HubSource]
+SOURCE_KEYS: dict[str, type[Section]] = {"task": TaskSource, "path": FileSource, "hub": HubSource}  # the key that says which kind of source a section is
+
+
+def _source_kind(value: Any) -> str | None:
+    """Name of the schema that a `data.train` section means: a mistyped key is judged by one schema, not by three."""
+    if isinstance(value, Section):
+        return type(value).__name__
+    if not isinstance(value, Mapping):
+        return None
+    for key in (str(k) for k in value):
+        near = get_close_matches(key, SOURCE_KEYS, n=1, cutoff=0.7)
+        if near:
+            return SOURCE_KEYS[near[0]].__name__
+    return None
+
+
+SourceConfig = Annotated[
+    Annotated[TaskSource, Tag("TaskSource")] | Annotated[FileSource, Tag("FileSource")] | Annotated[HubSource, Tag("HubSource")],
+    Discriminator(
+        _source_kind,
+        custom_error_type="source_kind",
+        custom_error_message="expected a section with one of the keys task (made in code), path (file or folder) or hub",
+    ),
+]
+
+
+class Message(Section):
+    """One turn of a chat."""
+
+    role: str
+    content: str
 
 
 class DataConfig(Section):
     train: SourceConfig
     eval: SourceConfig | None = None
     prompt: str = Field("prompt", description="column with the prompt: a string, or a list of chat messages")
-    completion: str | None = Field(None, description="SFT: column with the completion; none: the prompt column holds whole chats")
+    completion: str | None = Field(None, description="SFT: column with the completion; none: that of a procedural task, else the prompt column holds whole chats")
     template: str | None = Field(None, description="text with {column} fields that makes the user prompt; replaces `prompt`")
     system: str | None = Field(None, description="system message put before every chat")
-    examples: tuple[dict[str, str], ...] = Field((), description="chat messages {role, content} put between the system message and the prompt (few-shot)")
+    examples: tuple[Message, ...] = Field((), description="chat messages {role, content} put between the system message and the prompt (few-shot)")
     chat: bool | None = Field(None, description="apply the tokenizer's chat template; none: when there is one")
+    chat_options: dict[str, Any] = Field(default_factory=dict, description="variables of the chat template, e.g. {enable_thinking: false}")
     max_prompt_tokens: Positive = Field(1024, description="a longer prompt is left out and counted")
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="a new order every epoch, a function of the run's seed and the epoch; an endless task has no order to change")
+
+    @model_validator(mode="after")
+    def _chat_fields_need_a_chat(self) -> DataConfig:
+        given = [name for name, value in (("system", self.system), ("examples", self.examples), ("chat_options", self.chat_options)) if value]
+        if self.chat is False and given:
+            raise ValueError(f"chat: false leaves no place for {', '.join(given)}; put the text into `template`")
+        return self
+
+    @property
+    def completion_column(self) -> str | None:
+        """Column with the text to learn in SFT; none: the prompt column holds whole chats."""
+        return self.completion or ("completion" if isinstance(self.train, TaskSource) else None)
 
 
 class RolloutConfig(Section):
@@ -99,9 +143,11 @@ class RewardConfig(Section):
 
 
 class KLConfig(Section):
-    coef: float = Field(0.0, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    where: Literal["loss", "reward"] = "loss"
+    """KL to the frozen reference; a field left out takes the preset's value."""
+
+    coef: float | None = Field(None, ge=0, description="0: no reference model is held")
+    estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="Schulman 2020; k1 only in the reward: as a loss its expected gradient is 0")
+    where: Literal["loss", "reward"] | None = Field(None, description="a term of the loss, or subtracted from each sample's reward before advantages")
 
 
 class AlgorithmConfig(Section):
@@ -111,9 +157,10 @@ class AlgorithmConfig(Section):
     group_size: Positive | None = Field(None, description="samples a prompt")
     advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"] | None = None
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = None
-    clip_low: float | None = Field(None, ge=0)
+    clip_low: float | None = Field(None, ge=0, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
     clip_high: float | None = Field(None, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, description="ppo: bound of the ratio where the advantage is negative")
+    importance_cap: float | None = Field(None, gt=0, description="weigh each token by min(trainer / engine probability, cap): truncated importance sampling; none: off")
     aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
     constant_length: Positive | None = Field(None, description="tokens; the divisor of aggregate: constant; none: rollout.max_tokens")
     entropy_coef: float | None = None
@@ -123,7 +170,7 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["auto", "engine", "recompute"] | None = None
     dynamic_sampling: bool | None = Field(None, description="draw again until the batch has enough groups whose rewards differ (DAPO)")
     max_draws: Positive | None = Field(None, description="dynamic sampling: at most this many times the prompts of a step")
-    overlong: Literal["keep", "mask", "shape"] | None = Field(None, description="responses cut by max_tokens: train on them, leave them out, or DAPO's soft length penalty")
+    overlong: Literal["keep", "mask", "shape"] | None = Field(None, description="responses cut by max_tokens: train on them, leave them out of the loss, or DAPO's soft length penalty in the reward")
     overlong_buffer: Positive | None = Field(None, description="tokens before max_tokens where the soft penalty starts")
 
 
@@ -302,15 +349,22 @@ def _scalar(value: str) -> Any:
 
 
 def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
-    for fault in error.errors(include_url=False):
-        key = ".".join(str(part) for part in fault["loc"])
+    mistyped: set[tuple[int | str, ...]] = set()  # keys that a fault already named as the nearest: not reported as missing too
+    for fault in sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing"):
+        loc = fault["loc"]
+        key = ".".join(str(part) for part in loc if part not in _SOURCE_NAMES)
         if fault["type"] == "extra_forbidden":
-            near = get_close_matches(str(fault["loc"][-1]), _keys_beside(schema, fault["loc"]), n=1)
+            near = get_close_matches(str(loc[-1]), _keys_beside(schema, loc), n=1)
+            mistyped.update((*loc[:-1], name) for name in near)
             yield f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         elif fault["type"] == "missing":
-            yield f"missing key {key!r}"
+            if loc not in mistyped:
+                yield f"missing key {key!r}"
         else:
             yield f"{key or 'recipe'}: {fault['msg']}, got {fault['input']!r}" if key else fault["msg"]
+
+
+_SOURCE_NAMES = {schema.__name__ for schema in SOURCE_KEYS.values()}  # pydantic puts the union member's name in the path of a fault
 
 
 def _keys_beside(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
