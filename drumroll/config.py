@@ -8,7 +8,8 @@ derived values are properties.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -202,6 +203,10 @@ class WarmupConfig(Section):
     seed: int = 0
 
 
+def _warmup_form(value: Any) -> str:
+    return "path" if isinstance(value, str) else WarmupConfig.__name__
+
+
 class NamedSection(BaseModel):
     """`name` selects a plug-in; every other key is the section of a plug-in of that name."""
 
@@ -256,7 +261,7 @@ class RunConfig(Section):
     seed: int = 0
     max_lag: Literal[0] = Field(0, description="weight versions a sample may be behind; 0: rollout and training alternate")
     model: ModelConfig
-    warmup: str | WarmupConfig | None = Field(None, description="a short SFT run before RL, or the folder of a model that has had one")
+    warmup: Annotated[Annotated[str, Tag("path")] | Annotated[WarmupConfig, Tag("WarmupConfig")], Discriminator(_warmup_form)] | None = Field(None, description="a short SFT run before RL, or the folder of a model that has had one")
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = ()
@@ -290,7 +295,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not file.is_file():
         raise UserError(f"{file}: no such recipe")
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -305,17 +310,18 @@ def parse(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     return validate(RunConfig, tree, where)
 
 
-def validate(schema: type[T], tree: Mapping[str, Any], where: str) -> T:
-    """Validate `tree` against a schema. Raises UserError with one line a fault."""
+def validate(schema: type[T], tree: Mapping[str, Any], where: str, section: str = "") -> T:
+    """Validate `tree` against a schema. Raises UserError with one line a fault; `section` is the key that holds the tree, e.g. optim."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise UserError("\n".join(f"{where}: {line}" for line in _explain(schema, error))) from error
+        lines = (f"{where}: {line}" for line in _explain(schema, error, section))
+        raise UserError("\n".join(dict.fromkeys(lines))) from error
 
 
 def dump(config: RunConfig, path: Path) -> None:
     """Write the resolved config as YAML; `load` gives it back equal."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -332,56 +338,87 @@ def _override(tree: dict[str, Any], text: str) -> None:
             raise UserError(f"{text!r}: {'.'.join(parents[: depth + 1])} is a value ({child!r}), not a section")
         node = child
     try:
-        node[leaf] = _scalar(value)
+        node[leaf] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(f"{text!r}: the value is not valid YAML: {error}") from error
 
 
-def _scalar(value: str) -> Any:
-    """A YAML value; `3e-4`, which YAML 1.1 reads as a string, is a number here."""
-    parsed = yaml.safe_load(value)
-    if isinstance(parsed, str):
-        try:
-            return float(parsed)
-        except ValueError:
-            return parsed
-    return parsed
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand only once, and `3e-4` (text in YAML 1.1) is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in the base class; raises a YAML error with the line of a key that stands twice."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
-def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
-    mistyped: set[tuple[int | str, ...]] = set()  # keys that a fault already named as the nearest: not reported as missing too
-    for fault in sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing"):
-        loc = fault["loc"]
-        key = ".".join(str(part) for part in loc if part not in _SOURCE_NAMES)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def _explain(schema: type[BaseModel], error: ValidationError, section: str) -> Iterator[str]:
+    prefix = [section] if section else []
+    for fault in error.errors(include_url=False):
+        parents, valid = _locate(schema, fault["loc"][:-1])
+        leaf = str(fault["loc"][-1]) if fault["loc"] else ""
+        path, _ = _locate(schema, fault["loc"])
+        key = ".".join(prefix + path)
         if fault["type"] == "extra_forbidden":
-            near = get_close_matches(str(loc[-1]), _keys_beside(schema, loc), n=1)
-            mistyped.update((*loc[:-1], name) for name in near)
-            yield f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            yield f"unknown key {key!r}; {_hint(schema, leaf, prefix + parents, valid)}"
         elif fault["type"] == "missing":
-            if loc not in mistyped:
-                yield f"missing key {key!r}"
+            yield f"missing key {key!r}"
+        elif fault["type"] == "value_error":
+            yield f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
+        elif fault["type"] == "model_type":
+            yield f"{key}: expected a section (keys {', '.join(_locate(schema, fault['loc'])[1])}), got {fault['input']!r}"
         else:
-            yield f"{key or 'recipe'}: {fault['msg']}, got {fault['input']!r}" if key else fault["msg"]
+            yield f"{key}: {fault['msg']}, got {fault['input']!r}"
 
 
-_SOURCE_NAMES = {schema.__name__ for schema in SOURCE_KEYS.values()}  # pydantic puts the union member's name in the path of a fault
+def _hint(schema: type[BaseModel], leaf: str, parents: list[str], valid: list[str]) -> str:
+    """The nearest valid key: one beside it, else one of the same name elsewhere, else all that are valid there."""
+    if near := get_close_matches(leaf, valid, n=1):
+        return f"did you mean {'.'.join([*parents, near[0]])!r}?"
+    if elsewhere := [key for key in _all_keys(schema) if key.endswith(f".{leaf}")]:
+        return f"did you mean {elsewhere[0]!r}?"
+    return f"valid keys here: {', '.join(valid) or 'none'}"
 
 
-def _keys_beside(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Valid keys of the section that holds the last part of `loc`."""
+def _all_keys(schema: type[BaseModel], parent: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield parent + name
+        for model in _models_in(field.annotation):
+            yield from _all_keys(model, f"{parent}{name}.")
+
+
+def _locate(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
+    """The parts of the key at `loc` as the user wrote it, and the keys valid inside it.
+
+    In a union pydantic puts the name (or tag) of the member it tried into `loc`: that part narrows the search and is no key.
+    """
+    path: list[str] = []
     sections: list[type[BaseModel]] = [schema]
-    for part in loc[:-1]:
-        named = [s for s in sections if s.__name__ == part]  # pydantic puts the union member's name in the path
+    for part in loc:
+        named = [s for s in sections if s.__name__ == part]
         if named:
             sections = named
             continue
+        path.append(str(part))
         fields = [s.model_fields[str(part)] for s in sections if str(part) in s.model_fields]
         if fields:
             sections = [m for f in fields for m in _models_in(f.annotation)]
-    return [name for s in sections for name in s.model_fields]
+    return path, [name for s in sections for name in s.model_fields]
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]
+    return [m for arg in get_args(annotation) for m in _models_in(arg)]
