@@ -9,7 +9,7 @@ derived values are properties.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from drumroll.errors import UserError
+from drumroll.explain import explain
 
 T = TypeVar("T", bound=BaseModel)
 Positive = Annotated[int, Field(gt=0)]
@@ -315,8 +316,7 @@ def validate(schema: type[T], tree: Mapping[str, Any], where: str, section: str 
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        lines = (f"{where}: {line}" for line in _explain(schema, error, section))
-        raise UserError("\n".join(dict.fromkeys(lines))) from error
+        raise UserError("\n".join(f"{where}: {line}" for line in explain(schema, error, section))) from error
 
 
 def dump(config: RunConfig, path: Path) -> None:
@@ -362,63 +362,3 @@ class _Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
-
-
-def _explain(schema: type[BaseModel], error: ValidationError, section: str) -> Iterator[str]:
-    prefix = [section] if section else []
-    for fault in error.errors(include_url=False):
-        parents, valid = _locate(schema, fault["loc"][:-1])
-        leaf = str(fault["loc"][-1]) if fault["loc"] else ""
-        path, _ = _locate(schema, fault["loc"])
-        key = ".".join(prefix + path)
-        if fault["type"] == "extra_forbidden":
-            yield f"unknown key {key!r}; {_hint(schema, leaf, prefix + parents, valid)}"
-        elif fault["type"] == "missing":
-            yield f"missing key {key!r}"
-        elif fault["type"] == "value_error":
-            yield f"{key}: {fault['ctx']['error']}" if key else str(fault["ctx"]["error"])
-        elif fault["type"] == "model_type":
-            yield f"{key}: expected a section (keys {', '.join(_locate(schema, fault['loc'])[1])}), got {fault['input']!r}"
-        else:
-            yield f"{key}: {fault['msg']}, got {fault['input']!r}"
-
-
-def _hint(schema: type[BaseModel], leaf: str, parents: list[str], valid: list[str]) -> str:
-    """The nearest valid key: one beside it, else one of the same name elsewhere, else all that are valid there."""
-    if near := get_close_matches(leaf, valid, n=1):
-        return f"did you mean {'.'.join([*parents, near[0]])!r}?"
-    if elsewhere := [key for key in _all_keys(schema) if key.endswith(f".{leaf}")]:
-        return f"did you mean {elsewhere[0]!r}?"
-    return f"valid keys here: {', '.join(valid) or 'none'}"
-
-
-def _all_keys(schema: type[BaseModel], parent: str = "") -> Iterator[str]:
-    for name, field in schema.model_fields.items():
-        yield parent + name
-        for model in _models_in(field.annotation):
-            yield from _all_keys(model, f"{parent}{name}.")
-
-
-def _locate(schema: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """The parts of the key at `loc` as the user wrote it, and the keys valid inside it.
-
-    In a union pydantic puts the name (or tag) of the member it tried into `loc`: that part narrows the search and is no key.
-    """
-    path: list[str] = []
-    sections: list[type[BaseModel]] = [schema]
-    for part in loc:
-        named = [s for s in sections if s.__name__ == part]
-        if named:
-            sections = named
-            continue
-        path.append(str(part))
-        fields = [s.model_fields[str(part)] for s in sections if str(part) in s.model_fields]
-        if fields:
-            sections = [m for f in fields for m in _models_in(f.annotation)]
-    return path, [name for s in sections for name in s.model_fields]
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for arg in get_args(annotation) for m in _models_in(arg)]

@@ -14,6 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from drumroll.config import NamedSection, RunConfig, validate
 from drumroll.errors import UserError
 
 # The two names that other code may rely on: what every backend is measured against, and the engine that needs no further install.
@@ -38,6 +41,31 @@ def load(kind: str, name: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"unknown name {name!r} in drumroll.{kind}: expected one of {', '.join(known)}, or module:Name{hint}")
     return importlib.import_module(f"drumroll.{kind}.{name}").PLUGIN
+
+
+def options(kind: str, section: NamedSection, where: str = "config") -> BaseModel:
+    """The typed options of the selected plug-in. Raises UserError for a name or a key that does not exist, with the nearest that does."""
+    return _typed(kind, section, section.name, where)
+
+
+def check(config: RunConfig, where: str = "config") -> None:
+    """Check every plug-in section of a run, selected or not, against the schema in the plug-in's own file.
+
+    Raises UserError naming the key (`backend.<name>.<option>`), and the nearest one that exists. `where` is the recipe in the message.
+    """
+    sections = {"backends": config.backend} | ({"engines": config.engine} if config.engine is not None else {})
+    for kind, section in sections.items():
+        for name in dict.fromkeys((section.name, *section.sections)):
+            _typed(kind, section, name, where)
+
+
+def _typed(kind: str, section: NamedSection, name: str, where: str) -> BaseModel:
+    key = f"{kind.removesuffix('s')}.{name}"
+    try:
+        schema: type[BaseModel] = load(kind, name).Config
+    except UserError as error:
+        raise UserError(f"{where}: {key}: {error}") from error
+    return validate(schema, section.sections.get(name, {}), where, key)
 
 
 def load_symbol(path: str) -> Any:
