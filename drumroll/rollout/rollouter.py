@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drumroll.engines.base import Completion, GenerateRequest, SamplingParams
 from drumroll.errors import RunError
-from drumroll.observe.timer import Timer
+from drumroll.observe.timer import PhaseTimer
 from drumroll.rewards.base import RewardSet
 from drumroll.types import Group, Prompt, Rollout
 
@@ -18,7 +18,7 @@ Generate = Callable[[Sequence[GenerateRequest]], list[Completion]]
 class Rollouter:
     generate: Generate
     rewards: RewardSet
-    timer: Timer
+    timer: PhaseTimer
 
     def rollout(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams) -> list[Group]:
         """`n` scored rollouts of each prompt, groups in the order of the prompts. Raises RunError when an engine loses a sample."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from drumroll.algorithms.schedule import learning_rate
-from drumroll.backends.base import LossFn
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
@@ -17,7 +16,7 @@ from drumroll.packing import denominators, pack
 from drumroll.runtime.local import Ranks
 from drumroll.runtime.worker import Scored, TrainReport, Worker
 from drumroll.sync.base import PushReport
-from drumroll.types import Stat, StepStats, TrainSample
+from drumroll.types import LossFn, Stat, StepStats, TrainSample
 
 
 class Policy:

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from drumroll import plugins
-from drumroll.backends.base import Backend, LossFn, ModelSpec, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext, StepResult
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
 from drumroll.models.export import save_folder
 from drumroll.packing import collate
 from drumroll.runtime.plan import Plan
 from drumroll.sync.base import PushReport, Transport
-from drumroll.types import Denominators, Stat, TrainSample
+from drumroll.types import Denominators, LossFn, Stat, TrainSample
 
 Scored = Literal["policy", "reference"]
 

@@ -1,0 +1,25 @@
+"""The environment variables that drumroll reads or sets: one table, used by the code at the top, never as arguments of what it calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"  # nothing listens anywhere else unless asked
+
+
+@dataclass(slots=True, frozen=True)
+class Env:
+    cache: Path  # DRUMROLL_CACHE: models made in code, converted models, warm-ups; default ~/.cache/drumroll
+
+
+def read() -> Env:
+    """The table as the process's environment has it now."""
+    return Env(cache=Path(os.environ.get("DRUMROLL_CACHE", "~/.cache/drumroll")).expanduser())
+
+
+def use_loopback_for_collectives() -> None:
+    """Let gloo connect ranks of one machine over the loopback device, whatever the host name resolves to. Before the process group exists."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
