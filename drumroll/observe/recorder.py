@@ -1,0 +1,91 @@
+"""Everything a run records, behind one object: the files of the run directory, and the sinks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from drumroll.observe.alarms import alarms
+from drumroll.observe.jsonl import JsonlWriter
+from drumroll.observe.metrics import EvalRecord, RolloutRecord, StepRecord
+from drumroll.observe.run import EVALS_FILE, METRICS_FILE, ROLLOUTS_FILE, read_evals, read_steps
+from drumroll.observe.sinks import Sink
+
+
+class Recorder:
+    """Appends to the record files and passes records on to the sinks.
+
+    `metrics.jsonl` is the record itself: a failure to write it ends the run (RunError). A sink that raises is reported once and dropped.
+    Opened on a directory that has records (a resumed run), it carries on after `done` RL steps; a step recorded again replaces the old one
+    for the readers.
+    """
+
+    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), *, rollouts: bool = True, done: int = 0) -> None:
+        self.run_dir = run_dir
+        self.records = [record for record in read_steps(run_dir) if record.phase == "sft" or record.step <= done]
+        self.evals = [record for record in read_evals(run_dir) if record.step <= done]
+        self._metrics = JsonlWriter(run_dir / METRICS_FILE)
+        self._evals = JsonlWriter(run_dir / EVALS_FILE)
+        self._rollouts = JsonlWriter(run_dir / ROLLOUTS_FILE) if rollouts else None
+        self._sinks = list(sinks)
+
+    def step(self, record: StepRecord) -> None:
+        """Record one step, with the alarms that are on after it."""
+        self.records.append(record)
+        current = alarms(self.records)
+        record = self.records[-1] = replace(record, alarms=[alarm.kind for alarm in current])
+        self._metrics.write(record)
+        self._each(lambda sink: sink.step(record, current))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.evals.append(record)
+        self._evals.write(record)
+        self._each(lambda sink: sink.evaluation(record))
+
+    def rollouts(self, records: Sequence[RolloutRecord]) -> None:
+        """Record rollouts of training or evaluation (`metrics.rollout_records`), unless the run is told not to."""
+        if self._rollouts is not None:
+            self._rollouts.write_all(records)
+
+    def note(self, text: str) -> None:
+        """Tell the reader of the log something."""
+        self._each(lambda sink: sink.note(text))
+
+    def sync(self) -> None:
+        """Put everything on the disk, e.g. before a checkpoint counts as written."""
+        for writer in self._writers():
+            writer.sync()
+
+    def close(self) -> None:
+        for writer in self._writers():
+            writer.close()
+        self._each(lambda sink: sink.close())
+        self._sinks = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _writers(self) -> list[JsonlWriter]:
+        return [writer for writer in (self._metrics, self._evals, self._rollouts) if writer is not None]
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except Exception as error:  # noqa: BLE001 - fault boundary: a dead tracker is no reason to lose a run
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        fault = f"{type(error).__name__}: {error}"
+        text = f"{type(sink).__name__} failed and is off for the rest of the run ({fault}); {METRICS_FILE} is not affected"
+        if self._sinks:
+            self.note(text)
+        else:
+            print(text, file=sys.stderr)
