@@ -27,7 +27,7 @@ Positive = Annotated[int, Field(gt=0)]
 class Section(BaseModel):
     """Base of every section, plug-ins' included: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants")
 
 
 class ModelConfig(Section):
@@ -211,7 +211,7 @@ def _warmup_form(value: Any) -> str:
 class NamedSection(BaseModel):
     """`name` selects a plug-in; every other key is the section of a plug-in of that name."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="constants")
     name: str
 
     @model_validator(mode="after")
@@ -321,7 +321,7 @@ def validate(schema: type[T], tree: Mapping[str, Any], where: str, section: str 
 
 def dump(config: RunConfig, path: Path) -> None:
     """Write the resolved config as YAML; `load` gives it back equal."""
-    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
