@@ -9,15 +9,14 @@ import hashlib
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from drumroll.observe.timer import PhaseSeconds
-from drumroll.types import FinishReason, Group, Rollout, StepStats, Stream
+from drumroll.types import FinishReason, Group, Rollout, Stat, StepStats, Stream, TrainSample
 
 StepPhase = Literal["sft", "rl"]
-GAP_BOUND = 0.1  # nats; tokens whose engine and trainer log-probs differ by more are counted in `logprob_gap_share`
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,14 +38,15 @@ class StepRecord:
     train_tokens: int  # tokens that carried loss, over all optimizer steps
     logprob_mean: float  # nats, mean over those tokens
     entropy: float | None = None  # nats, mean over those tokens, of the trainer's distribution
-    kl: float | None = None  # nats, mean estimate against the reference
-    clip_share: float | None = None  # share of tokens whose ratio was clipped
+    kl: float | None = None  # nats, k3 estimate of KL(policy || reference), mean over those tokens
+    kl_old: float | None = None  # nats, k3 estimate of KL(policy that sampled || policy), mean over those tokens
+    clip_share: float | None = None  # share of those tokens whose gradient the clip removed
+    advantage_abs_mean: float | None = None  # mean |advantage| over those tokens
     # the sampler against the trainer: |engine log-prob - trainer log-prob| of the same tokens, nats
     logprob_gap_mean: float | None = None
     logprob_gap_max: float | None = None
-    logprob_gap_share: float | None = None  # share of tokens beyond `GAP_BOUND`
+    logprob_gap_share: float | None = None  # share of tokens beyond the bound of `algorithms.loss`, 0.1 nats
     # the rollouts
-    advantage_abs_mean: float | None = None  # mean |advantage| over samples trained on
     reward_mean: float | None = None  # over rollouts with a verdict
     reward_std: float | None = None
     reward_min: float | None = None
@@ -54,6 +54,7 @@ class StepRecord:
     rewards: dict[str, float] = field(default_factory=dict)  # mean of each reward function, before weights
     groups: int = 0
     rollouts: int = 0
+    tokens: int = 0  # tokens of prompts (once a group) and responses
     no_variance_share: float | None = None  # share of groups whose rewards are all equal: they teach nothing
     abstentions: int = 0  # rollouts without a verdict, left out of training
     prompt_tokens_mean: float | None = None
@@ -67,7 +68,7 @@ class StepRecord:
     seconds_train: float = 0.0
     seconds_sync: float = 0.0
     seconds_total: float = 0.0  # wall clock of the whole step
-    tokens_per_second: float = 0.0  # tokens of prompts and responses that went through the step / seconds_total
+    tokens_per_second: float = 0.0  # tokens / seconds_total
     peak_bytes: int = 0  # most bytes held at once on the fullest rank so far
     alarms: list[str] = field(default_factory=list)  # kinds of the alarms that were on after this step
 
@@ -111,11 +112,11 @@ class RolloutRecord:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RolloutFacts:
-    """What the rollouts of a batch say together, a pure function of the groups."""
+    """What the rollouts of a batch say together; the fields are those of `StepRecord`."""
 
     groups: int
     rollouts: int
-    tokens: int  # prompts (once a group) and responses
+    tokens: int
     reward_mean: float | None
     reward_std: float | None
     reward_min: float | None
@@ -131,7 +132,7 @@ class RolloutFacts:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class UpdateFacts:
-    """What the optimizer steps of one step say together."""
+    """What the optimizer steps of one step say together; the fields are those of `StepRecord`."""
 
     loss: float
     loss_abs: float
@@ -143,16 +144,12 @@ class UpdateFacts:
     logprob_mean: float
     entropy: float | None
     kl: float | None
+    kl_old: float | None
     clip_share: float | None
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Gap:
-    """|engine log-prob - trainer log-prob| of the same tokens under the same weights, nats."""
-
-    mean: float
-    max: float
-    share: float  # of tokens beyond `GAP_BOUND`
+    advantage_abs_mean: float | None
+    logprob_gap_mean: float | None
+    logprob_gap_max: float | None
+    logprob_gap_share: float | None
 
 
 def tokens_digest(batch: Sequence[Sequence[int]]) -> str:
@@ -207,80 +204,83 @@ def _share(flags: Sequence[bool]) -> float | None:
     return sum(flags) / len(flags) if flags else None
 
 
-def measure_gap(engine: Sequence[float], trainer: Sequence[float], bound: float = GAP_BOUND) -> Gap | None:
-    """Compare log-probs of the same tokens, both [N] in nats; None without a token."""
-    gaps = [abs(a - b) for a, b in zip(engine, trainer, strict=True)]
-    if not gaps:
-        return None
-    return Gap(mean=fmean(gaps), max=max(gaps), share=sum(gap > bound for gap in gaps) / len(gaps))
+def update_facts(updates: Sequence[StepStats], lr: float) -> UpdateFacts:
+    """Merge the optimizer steps of one step, from the stats that `drumroll.algorithms.loss` documents.
+
+    Without an applied optimizer step the gradient norm is NaN; without any, the loss is 0.
+    """
+    applied = [update.grad_norm for update in updates if not update.skipped]
+    logprob, gap = _merged(updates, "logprob"), _merged(updates, "logprob_gap")
+    return UpdateFacts(
+        loss=_mean_sum(updates, "loss"),
+        loss_abs=_mean_sum(updates, "loss_abs"),
+        grad_norm=fmean(applied) if applied else float("nan"),
+        lr=lr,
+        optimizer_steps=len(updates),
+        skipped_steps=len(updates) - len(applied),
+        train_tokens=logprob.count,
+        logprob_mean=logprob.mean,
+        entropy=_mean(updates, "entropy"),
+        kl=_mean(updates, "kl_ref"),
+        kl_old=_mean(updates, "kl_old"),
+        clip_share=_mean(updates, "clipped"),
+        advantage_abs_mean=_mean(updates, "advantage_abs"),
+        logprob_gap_mean=_mean(updates, "logprob_gap"),
+        logprob_gap_max=gap.max if gap.count else None,
+        logprob_gap_share=_mean(updates, "logprob_gap_high"),
+    )
+
+
+def _mean_sum(updates: Sequence[StepStats], name: str) -> float:
+    """Mean over the updates of a stat whose value is its sum."""
+    return fmean(update.stats[name].sum if name in update.stats else 0.0 for update in updates) if updates else 0.0
+
+
+def _merged(updates: Sequence[StepStats], name: str) -> Stat:
+    merged = Stat()
+    for update in updates:
+        merged = merged.merge(update.stats.get(name, Stat()))
+    return merged
+
+
+def _mean(updates: Sequence[StepStats], name: str) -> float | None:
+    stat = _merged(updates, name)
+    return stat.mean if stat.count else None
 
 
 def rl_record(
-    *,
-    step: int,
-    version: int,
-    tokens_digest: str,
-    update: UpdateFacts,
-    rollouts: RolloutFacts,
-    gap: Gap | None,
-    advantage_abs_mean: float,
-    seconds: PhaseSeconds,
-    peak_bytes: int,
+    *, step: int, version: int, tokens_digest: str, update: UpdateFacts, rollouts: RolloutFacts, seconds: PhaseSeconds, peak_bytes: int
 ) -> StepRecord:
-    """The record of one RL step."""
+    """The record of one RL step; `version` is the weight version that sampled it."""
     return StepRecord(
         phase="rl",
         step=step,
         version=version,
         tokens_digest=tokens_digest,
-        advantage_abs_mean=advantage_abs_mean,
-        logprob_gap_mean=gap.mean if gap else None,
-        logprob_gap_max=gap.max if gap else None,
-        logprob_gap_share=gap.share if gap else None,
-        reward_mean=rollouts.reward_mean,
-        reward_std=rollouts.reward_std,
-        reward_min=rollouts.reward_min,
-        reward_max=rollouts.reward_max,
-        rewards=rollouts.rewards,
-        groups=rollouts.groups,
-        rollouts=rollouts.rollouts,
-        no_variance_share=rollouts.no_variance_share,
-        abstentions=rollouts.abstentions,
-        prompt_tokens_mean=rollouts.prompt_tokens_mean,
-        response_tokens_mean=rollouts.response_tokens_mean,
-        response_tokens_max=rollouts.response_tokens_max,
-        truncated_share=rollouts.truncated_share,
-        **_common(update, seconds, rollouts.tokens, peak_bytes),
+        peak_bytes=peak_bytes,
+        **asdict(update),
+        **asdict(rollouts),
+        **_speed(seconds, rollouts.tokens),
     )
 
 
 def sft_record(*, step: int, tokens_digest: str, tokens: int, update: UpdateFacts, seconds: PhaseSeconds, peak_bytes: int) -> StepRecord:
-    """The record of one SFT step; `tokens` counts prompt and target tokens."""
-    return StepRecord(phase="sft", step=step, version=0, tokens_digest=tokens_digest, **_common(update, seconds, tokens, peak_bytes))
+    """The record of one SFT step; `tokens` counts prompts and completions."""
+    return StepRecord(
+        phase="sft",
+        step=step,
+        version=0,
+        tokens_digest=tokens_digest,
+        tokens=tokens,
+        peak_bytes=peak_bytes,
+        **asdict(update),
+        **_speed(seconds, tokens),
+    )
 
 
-def _common(update: UpdateFacts, seconds: PhaseSeconds, tokens: int, peak_bytes: int) -> dict[str, Any]:
-    return {
-        "loss": update.loss,
-        "loss_abs": update.loss_abs,
-        "grad_norm": update.grad_norm,
-        "lr": update.lr,
-        "optimizer_steps": update.optimizer_steps,
-        "skipped_steps": update.skipped_steps,
-        "train_tokens": update.train_tokens,
-        "logprob_mean": update.logprob_mean,
-        "entropy": update.entropy,
-        "kl": update.kl,
-        "clip_share": update.clip_share,
-        "seconds_generate": seconds.generate,
-        "seconds_reward": seconds.reward,
-        "seconds_logprobs": seconds.logprobs,
-        "seconds_train": seconds.train,
-        "seconds_sync": seconds.sync,
-        "seconds_total": seconds.total,
-        "tokens_per_second": tokens / seconds.total if seconds.total > 0 else 0.0,
-        "peak_bytes": peak_bytes,
-    }
+def _speed(seconds: PhaseSeconds, tokens: int) -> dict[str, float]:
+    phases = {f"seconds_{name}": value for name, value in asdict(seconds).items()}
+    return {**phases, "tokens_per_second": tokens / seconds.total if seconds.total > 0 else 0.0}
 
 
 def eval_record(*, step: int, version: int, groups: Sequence[Group], seconds: float) -> EvalRecord:
@@ -299,11 +299,9 @@ def eval_record(*, step: int, version: int, groups: Sequence[Group], seconds: fl
     )
 
 
-def rollout_records(
-    groups: Sequence[Group], *, phase: Stream, step: int, advantages: Sequence[Sequence[float | None]] | None = None
-) -> list[RolloutRecord]:
-    """A record a rollout. `advantages`: one value (or None) a rollout, as a list a group; none for an evaluation."""
-    per_group = advantages if advantages is not None else [[None] * len(group.rollouts) for group in groups]
+def rollout_records(groups: Sequence[Group], *, phase: Stream, step: int, samples: Sequence[TrainSample] = ()) -> list[RolloutRecord]:
+    """A record a rollout. `samples`: those that were trained on, with their advantages; none for an evaluation."""
+    advantages = {(s.group_id, s.index): float(s.advantages.mean()) for s in samples if s.advantages is not None and s.n_targets}
     return [
         RolloutRecord(
             phase=phase,
@@ -316,14 +314,14 @@ def rollout_records(
             response=rollout.text,
             reward=rollout.reward,
             breakdown=rollout.breakdown,
-            advantage=advantage,
+            advantage=advantages.get((group.prompt.group_id, rollout.index)),
             finish_reason=rollout.finish_reason,
             tokens=len(rollout.token_ids),
             token_ids=rollout.token_ids,
             columns=_json_columns(group.prompt.columns),
         )
-        for group, values in zip(groups, per_group, strict=True)
-        for rollout, advantage in zip(group.rollouts, values, strict=True)
+        for group in groups
+        for rollout in group.rollouts
     ]
 
 
@@ -336,31 +334,3 @@ def _is_plain_list(value: Any, plain: tuple[type, ...]) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, plain) for item in value)
 
 
-def update_facts(updates: Sequence[StepStats], lr: float) -> UpdateFacts:
-    """Merge the optimizer steps of one step, reading the stats `loss loss_abs logprob entropy kl clipped` that the losses report.
-
-    Every per-token stat has a value a loss-carrying token: `clipped` is 1 where the ratio was clipped. The gradient norm of a step whose
-    updates were all skipped is NaN.
-    """
-    applied = [update for update in updates if not update.skipped]
-    logprob = _merged(updates, "logprob")
-    return UpdateFacts(
-        loss=fmean(update.stats["loss"].sum for update in updates),
-        loss_abs=fmean(update.stats["loss_abs"].sum for update in updates),
-        grad_norm=fmean(update.grad_norm for update in applied) if applied else float("nan"),
-        lr=lr,
-        optimizer_steps=len(updates),
-        skipped_steps=len(updates) - len(applied),
-        train_tokens=logprob[1],
-        logprob_mean=logprob[0] or 0.0,
-        entropy=_merged(updates, "entropy")[0],
-        kl=_merged(updates, "kl")[0],
-        clip_share=_merged(updates, "clipped")[0],
-    )
-
-
-def _merged(updates: Sequence[StepStats], name: str) -> tuple[float | None, int]:
-    """Mean (None when no update reports it) and count over all updates."""
-    found = [update.stats[name] for update in updates if name in update.stats]
-    count = sum(stat.count for stat in found)
-    return (sum(stat.sum for stat in found) / count if count else None), count
