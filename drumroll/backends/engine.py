@@ -1,0 +1,219 @@
+"""The verbs of the Backend contract, once, for every torch backend; a Placement says where things lie."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import nn
+
+from drumroll.backends import clip, state
+from drumroll.backends.base import ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.optim import AdamW
+from drumroll.backends.placement import Placement
+from drumroll.digest import digest
+from drumroll.errors import RunError
+from drumroll.models import build, stream
+from drumroll.models.scorer import Scorer
+from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs
+
+BUCKET_BYTES = 64 << 20  # of full tensors handed out at a time by `weights`
+
+
+@dataclass(frozen=True)
+class TorchPlugin:
+    """What the file of a torch backend offers as PLUGIN: makes the backend from its options."""
+
+    Config: type[BaseModel]
+    placement: Callable[[Any], Placement]
+
+    def __call__(self, options: BaseModel) -> TorchBackend:
+        return TorchBackend(self.placement(options))
+
+
+class TorchBackend:
+    """See `drumroll.backends.base.Backend` for what each verb promises."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
+        self._placement.check(ctx)
+        self._ctx = ctx
+        self._scorer = build.build(model)
+        if optim is None:
+            self._scorer.requires_grad_(False)
+        tensors_before = len(list(self._scorer.parameters()))
+        self._placement.shard(self._scorer, ctx, model)
+        build.materialise(self._scorer, ctx.device)
+        stream.load(self._scorer, Path(model.path))
+        self._module = self._placement.wrap(self._scorer, ctx)
+        self._module.eval()  # no dropout: old, new and reference log-probs are of one distribution
+        self._parameters = {self._scorer.hf_name(name): parameter for name, parameter in self._scorer.named_parameters()}
+        self._check_parameters(tensors_before)
+        self._trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._optim = optim
+        pieces = {name: self._placement.piece(parameter) for name, parameter in self._trainable.items()}
+        self._adamw = AdamW(pieces, optim) if optim is not None else None
+
+    def _check_parameters(self, tensors_before: int) -> None:
+        """What the numbers contract says about storage is asserted, not assumed."""
+        if len(self._parameters) != tensors_before:
+            raise RunError(f"{len(self._parameters)} parameters after loading, expected {tensors_before}: a tied weight came apart")
+        for name, tensor in (*self._parameters.items(), *self._scorer.named_buffers()):
+            if tensor.is_meta:
+                raise RunError(f"{name} is still on the meta device after loading")
+        for name, parameter in self._parameters.items():
+            if parameter.dtype is not torch.float32:
+                raise RunError(f"{name} is stored in {parameter.dtype}, expected float32 (compute dtype is a separate choice)")
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        outputs = self._outputs(self._scorer, micro, entropy)
+        self._placement.after_forward()
+        return outputs
+
+    def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
+        if self._adamw is None:
+            raise RunError("this backend instance is forward-only (set up with optim=None): it cannot train")
+        with self._placement.sync(last):
+            outputs = self._outputs(self._module, micro, entropy=True)
+            result = loss(outputs, micro, denominators)
+            total = result.loss
+            if len(micro.target_positions) == 0:
+                total = total + outputs.logprobs.sum()  # an empty sum: 0, but attached, so that this rank's collectives match
+            (total * self._placement.averaged_over).backward()
+        return _stats(result)
+
+    def _outputs(self, module: nn.Module, micro: MicroBatch, entropy: bool) -> TokenOutputs:
+        logprobs, entropies = module(micro, entropy)
+        if logprobs.dtype is not torch.float32 or logprobs.shape != micro.target_positions.shape:
+            raise RunError(f"expected float32 log-probs of {tuple(micro.target_positions.shape)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
+        return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None)
+
+    def step(self, lr: float) -> StepResult:
+        if self._adamw is None or self._optim is None:
+            raise RunError("this backend instance is forward-only (set up with optim=None): it cannot step")
+        gradients = self._gradients()
+        norm = clip.global_norm(list(gradients.values()))
+        skipped = norm == float("inf")
+        if not skipped:
+            if self._optim.max_grad_norm > 0:
+                clip.clip_(list(gradients.values()), norm, self._optim.max_grad_norm)
+            self._adamw.step({name: self._placement.piece(gradient) for name, gradient in gradients.items()}, lr)
+        self._placement.clear_gradients(list(self._trainable.values()))
+        return StepResult(grad_norm=norm, skipped=skipped)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        gradients = {name: parameter.grad for name, parameter in self._trainable.items() if parameter.grad is not None}
+        if absent := [name for name in self._trainable if name not in gradients]:
+            raise RunError(
+                f"{len(absent)} of {len(self._trainable)} trainable parameters got no gradient since the last step, first {absent[0]}; "
+                "leave out of model.trainable what the loss does not reach"
+            )
+        return gradients
+
+    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+        for bucket in _buckets(self._parameters.items(), dtype):
+            full = self._placement.gather([parameter for _, parameter in bucket], dtype)
+            yield [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)]
+
+    def gradients(self) -> Iterator[NamedTensor]:
+        for name, gradient in self._gradients().items():
+            yield name, self._placement.gather([gradient], torch.float32)[0]
+
+    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+        with torch.no_grad():
+            parts = [digest(self._placement.piece(p).to(dtype), self._placement.start(p)) for p in self._parameters.values()]
+        return dict(zip(self._parameters, self._add_up(parts), strict=True))
+
+    def _add_up(self, parts: list[int]) -> list[int]:
+        """Sums modulo 2^64 over the ranks that hold the other pieces."""
+        if self._placement.shard_group is None:
+            return parts
+        signed = [part - (1 << 64) if part >= 1 << 63 else part for part in parts]
+        totals = torch.tensor(signed, dtype=torch.int64, device=self._ctx.device)  # wraps around as it should
+        dist.all_reduce(totals, group=self._placement.shard_group)
+        return [total % (1 << 64) for total in totals.tolist()]
+
+    def save(self, directory: Path) -> None:
+        state.save(directory, self._stored())
+
+    def load(self, directory: Path) -> None:
+        tensors = self._stored()
+        state.load(directory, tensors, (state.MODEL,) if self._adamw is None else (state.MODEL, state.OPTIMIZER))
+        if self._adamw is not None:
+            self._adamw.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """Name in a checkpoint -> live tensor; gradients play no part in it."""
+        stored = self._placement.stored
+        tensors = {f"{state.MODEL}{name}": stored(p, self._placement.piece(p)) for name, p in self._parameters.items()}
+        if self._adamw is not None:
+            for name, parameter in self._trainable.items():
+                tensors[f"{state.OPTIMIZER}{name}.exp_avg"] = stored(parameter, self._adamw.exp_avg[name])
+                tensors[f"{state.OPTIMIZER}{name}.exp_avg_sq"] = stored(parameter, self._adamw.exp_avg_sq[name])
+            tensors[f"{state.OPTIMIZER}step"] = torch.tensor(self._adamw.steps)
+        return tensors
+
+    def memory(self) -> dict[str, int]:
+        parameters = list(self._parameters.values())
+        moments = [*self._adamw.exp_avg.values(), *self._adamw.exp_avg_sq.values()] if self._adamw is not None else []
+        kinds = {
+            "parameter": [clip.local_part(parameter) for parameter in parameters],
+            "gradient": [clip.local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            "optimizer": moments,
+            "unsharded": self._placement.unsharded(),
+            "other": list(self._scorer.buffers()),
+        }
+        seen: set[int] = set()
+        return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
+
+    def close(self) -> None:
+        del self._module, self._scorer, self._parameters, self._trainable, self._adamw, self._placement
+        gc.collect()  # wrapped modules are full of reference cycles
+
+
+def _stats(result: LossOutput) -> dict[str, Stat]:
+    """Sum, count and max of each reported vector, and the loss, with one transfer from the device."""
+    filled = {name: vector for name, vector in result.stats.items() if vector.numel() > 0}
+    numbers = [result.loss.detach().double(), *(n for vector in filled.values() for n in (vector.sum(dtype=torch.float64), vector.max().double()))]
+    loss, *rest = torch.stack(numbers).tolist()
+    stats = {name: Stat() for name in result.stats}
+    stats |= {
+        name: Stat(sum=total, count=vector.numel(), max=largest)
+        for (name, vector), total, largest in zip(filled.items(), rest[::2], rest[1::2], strict=True)
+    }
+    return stats | {"loss": Stat(sum=loss, count=1, max=loss)}
+
+
+def _buckets(named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Consecutive parameters of at most BUCKET_BYTES together, or one larger one alone."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        nbytes = parameter.numel() * dtype.itemsize
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the live storages below `tensors`, each storage once."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,67 @@
+"""One process, nothing sharded: the executable specification that every other backend is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.engine import TorchPlugin
+from drumroll.config import Section
+from drumroll.errors import UserError
+from drumroll.models.scorer import Scorer
+
+
+class Config(Section):
+    """`backend.single.*`: no options."""
+
+
+class SinglePlacement:
+    """Every parameter whole, in the one process there is."""
+
+    averaged_over = 1
+    shard_group = None
+
+    def __init__(self, options: Config) -> None:
+        pass
+
+    def check(self, ctx: RankContext) -> None:
+        if ctx.world_size != 1:
+            raise UserError(f"backend.name=single runs in one process, got runtime.ranks={ctx.world_size}; use ddp or fsdp2 for more ranks")
+
+    def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
+        scorer.cast_parameters = model.compute_dtype
+
+    def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
+        return scorer
+
+    def sync(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def start(self, parameter: nn.Parameter) -> int:
+        return 0
+
+    def gather(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [tensor.detach().to(dtype) for tensor in tensors]
+
+    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
+        return piece
+
+    def after_forward(self) -> None:
+        pass
+
+    def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def unsharded(self) -> list[torch.Tensor]:
+        return []
+
+
+PLUGIN = TorchPlugin(Config, SinglePlacement)
