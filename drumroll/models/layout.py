@@ -1,0 +1,73 @@
+"""How a ragged micro-batch is laid out for the kernels: right-padded rows, or one packed row. Private to `models/`.
+
+The last token of a sample is never an input, only a target. Both layouts are causal and pass no attention mask: in rows, padding comes after every real token; in
+a packed row, position ids that start again at 0 are what transformers isolates samples by, provided that there is no mask and no cache.
+
+Axis suffixes: B rows, L tokens of a row, N targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from drumroll.types import MicroBatch
+
+Layout = Literal["rows", "packed"]
+
+
+@dataclass(slots=True, frozen=True)
+class Laid:
+    """What the model's body reads, and where the hidden states that predict the targets are."""
+
+    input_ids_BL: torch.Tensor  # int64
+    position_ids_BL: torch.Tensor  # int64 [1, L] for rows (the same for all), [1, L] for a packed row
+    index_N: torch.Tensor  # int64: into the flattened [B * L] hidden states
+    targets_N: torch.Tensor  # int64: token ids
+    n_targets: int  # how many are real: a fill-in computes one and keeps none
+
+
+def choose(layout: str, attention: str) -> Layout:
+    """`auto` packs only where a varlen kernel makes it cost the sum of squared lengths; elsewhere a packed row costs its length squared."""
+    if layout == "auto":
+        return "packed" if "flash" in attention else "rows"
+    if layout in ("rows", "packed"):
+        return "rows" if layout == "rows" else "packed"
+    raise ValueError(f"layout: expected auto, rows or packed, got {layout!r}")
+
+
+def lay_out(micro: MicroBatch, layout: Layout) -> Laid:
+    """Rows are in the order of the samples; padding repeats the row's own last token, which no real token can see."""
+    n_targets = len(micro.target_positions)
+    if n_targets == 0:
+        return _fill_in(micro.token_ids.device)
+    lengths = np.asarray(micro.lengths, dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    if layout == "rows":
+        length = max(1, int(lengths.max()) - 1)
+        columns = np.arange(length)
+        source = starts[:, None] + np.minimum(columns, lengths[:, None] - 1)
+        positions, row_starts = columns[None], np.arange(len(lengths)) * length
+    else:
+        inputs = lengths - 1
+        positions = np.concatenate([np.arange(count) for count in inputs])[None]
+        row_starts = np.cumsum(inputs) - inputs
+        source = positions + np.repeat(starts, inputs)[None]
+    device = micro.token_ids.device
+    shift = torch.from_numpy(row_starts - starts - 1).to(device)  # from a target in the flat batch to the place that predicts it
+    return Laid(
+        input_ids_BL=micro.token_ids[torch.from_numpy(source).to(device)],
+        position_ids_BL=torch.from_numpy(positions).to(device),
+        index_N=micro.target_positions + torch.repeat_interleave(shift, micro.target_lengths, output_size=n_targets),
+        targets_N=micro.token_ids[micro.target_positions],
+        n_targets=n_targets,
+    )
+
+
+def _fill_in(device: torch.device) -> Laid:
+    """One dummy token and target, so that a rank without work still touches every parameter and its collectives match."""
+    zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return Laid(zeros, zeros, zeros[0], zeros[0], n_targets=0)

@@ -1,0 +1,151 @@
+"""A HF causal language model that scores targets: its body, then the chunked head.
+
+[Note: master parameters] Stored parameters are fp32. With a lower compute dtype they are cast as a whole before use, and gradients flow back through
+the cast into fp32. A backend whose placement does that itself (a mixed-precision policy) leaves `cast_parameters` off. Each block is cast inside
+its own forward, and inside its activation checkpoint, because a recomputation happens in backward, long after the scorer's forward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call  # type: ignore[attr-defined]
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from drumroll.errors import UserError
+from drumroll.models.head import target_logprobs
+from drumroll.models.layout import Layout, lay_out
+from drumroll.types import MicroBatch
+
+# Fields of HF configs by which a model changes its logits after the head, and the values that leave them alone.
+_LOGIT_FIELDS: dict[str, tuple[float | None, ...]] = {
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "lm_head_multiplier": (None, 1.0),
+}
+
+
+class Scorer(nn.Module):
+    """Log-probs (and entropy) of a micro-batch's targets. Always in eval mode: old, new and reference log-probs must agree.
+
+    Raises UserError for a model whose head is not a plain linear layer on the body's last hidden state.
+    """
+
+    hf: PreTrainedModel
+    blocks: list[nn.Module]  # transformer blocks, in order: the units of sharding and checkpointing
+    cast_parameters: bool  # see [Note: master parameters]; off until the backend turns it on
+
+    def __init__(self, hf: PreTrainedModel, *, layout: Layout, compute_dtype: torch.dtype, temperature: float, checkpointing: bool) -> None:
+        super().__init__()
+        _refuse_changed_logits(hf)
+        self.hf = hf.eval()
+        self.layout = layout
+        self.compute_dtype = compute_dtype
+        self.temperature = temperature
+        self.cast_parameters = False
+        self.blocks = _find_blocks(hf)
+        for block in self.blocks:
+            block.forward = _block_forward(self, block, checkpointing)  # type: ignore[method-assign]
+
+    @property
+    def body(self) -> nn.Module:
+        return self.hf.base_model
+
+    @property
+    def head(self) -> nn.Linear:
+        head = self.hf.get_output_embeddings()
+        assert isinstance(head, nn.Linear)  # `_refuse_changed_logits`
+        return head
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the input embedding's."""
+        return self.head.weight is self.hf.get_input_embeddings().weight
+
+    @staticmethod
+    def hf_name(parameter_name: str) -> str:
+        """The HF name of a parameter, from its name in the scorer: `hf.model.norm.weight` -> `model.norm.weight`."""
+        return parameter_name.removeprefix("hf.")
+
+    def train(self, mode: bool = True) -> Scorer:
+        """Stays in eval mode whatever is asked: dropout would make old, new and reference log-probs disagree."""
+        return super().train(False)
+
+    def forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs [N], entropy [N] or None), float32. Without a target the outputs are empty, attached to the graph, and their gradients are zero."""
+        laid = lay_out(micro, self.layout)
+        cast = self._cast_outside_blocks()
+        inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
+        body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
+        hidden_BLH = functional_call(self.body, body, (), inputs).last_hidden_state if cast else self.body(**inputs).last_hidden_state
+        head = self.head
+        logprobs_N, entropy_N = target_logprobs(
+            hidden_BLH.flatten(0, 1).index_select(0, laid.index_N),
+            cast.get(head.weight, head.weight),
+            None if head.bias is None else cast.get(head.bias, head.bias),
+            laid.targets_N,
+            self.temperature,
+            entropy,
+        )
+        return logprobs_N[: laid.n_targets], None if entropy_N is None else entropy_N[: laid.n_targets]
+
+    def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once. Empty when nothing is to be cast."""
+        if not self.cast_parameters or self.compute_dtype == torch.float32:
+            return {}
+        inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
+        return {p: p.to(self.compute_dtype) for p in self.hf.parameters() if id(p) not in inside}
+
+
+def _block_forward(scorer: Scorer, block: nn.Module, checkpointing: bool) -> Callable[..., Any]:
+    """The forward of a block, cast and checkpointed as the scorer says."""
+    plain = block.forward
+    holder = _Holder(block, plain)
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if not scorer.cast_parameters or scorer.compute_dtype == torch.float32:
+            return plain(*args, **kwargs)
+        cast = {name: parameter.to(scorer.compute_dtype) for name, parameter in holder.named_parameters()}
+        return functional_call(holder, cast, args, kwargs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if checkpointing and torch.is_grad_enabled():
+            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return compute(*args, **kwargs)
+
+    return forward
+
+
+class _Holder(nn.Module):
+    """A block seen through its original forward, so that `functional_call` does not come back to the wrapped one."""
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block = block
+        self.plain = plain
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+
+def _find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
+    count = hf.config.get_text_config().num_hidden_layers
+    for module in hf.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise UserError(f"{type(hf).__name__}: expected a list of {count} transformer blocks (num_hidden_layers) in the model's body; found none")
+
+
+def _refuse_changed_logits(hf: PreTrainedModel) -> None:
+    head = hf.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UserError(f"{type(hf).__name__}: expected a linear language-model head, got {type(head).__name__}; use a causal language model")
+    config = hf.config.get_text_config().to_dict()
+    for field, neutral in _LOGIT_FIELDS.items():
+        if config.get(field) not in neutral:
+            raise UserError(f"{type(hf).__name__}: config.json has {field}={config[field]}, which changes the logits after the head; not supported")
