@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 AdvantageKind = Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"]
 Rewards = Sequence[Sequence[float | None]]
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # Added to standard deviations: nearly equal rewards (1 and 1 + 1e-12 after a weighted sum) must not become advantages of 1.
 EPS = 1e-6
@@ -35,6 +36,8 @@ def compute(kind: AdvantageKind, rewards: Rewards) -> list[list[float]]:
     group_mean_batch_std  r - mean in the group, over the batch's std of that     REINFORCE++ with baseline, ibid.
     raw                   r                                                       REINFORCE, Williams 1992
     """
+    if not rewards:
+        return []
     values = [np.array([np.nan if r is None else r for r in group], dtype=np.float64) for group in rewards]
     valid = [np.array([r is not None for r in group], dtype=np.bool_) for group in rewards]
     if kind == "raw":
@@ -50,12 +53,12 @@ def compute(kind: AdvantageKind, rewards: Rewards) -> list[list[float]]:
 
 def centre(rewards: Floats) -> Floats:
     """r - mean; exactly 0 where all are equal. [n] -> [n]"""
-    return np.subtract(rewards, rewards.mean())
+    return rewards - float(rewards.mean())
 
 
 def standardise(rewards: Floats) -> Floats:
     """(r - mean) / (std + 1e-6), std with n - 1 as in the public GRPO implementations. [n] -> [n]"""
-    return np.divide(centre(rewards), rewards.std(ddof=1) + EPS)
+    return centre(rewards) / (float(rewards.std(ddof=1)) + EPS)
 
 
 def leave_one_out(rewards: Floats) -> Floats:
@@ -83,7 +86,8 @@ def gae(rewards_BT: Floats, values_BT: Floats, mask_BT: Bools, gamma: float, lam
     Masked cells (padding, or a gap in the middle such as a tool's answer) are no time steps: they are skipped, give 0 and change nothing,
     whatever they hold. The value after the last valid cell is 0: the episode ends there.
     """
-    advantages = np.zeros_like(rewards_BT, dtype=np.float64)
+    rewards_BT, values_BT = np.where(mask_BT, rewards_BT, 0.0), np.where(mask_BT, values_BT, 0.0)
+    advantages = np.zeros_like(rewards_BT)
     next_value_B = np.zeros(rewards_BT.shape[0])
     next_advantage_B = np.zeros(rewards_BT.shape[0])
     for t in reversed(range(rewards_BT.shape[1])):
@@ -92,7 +96,7 @@ def gae(rewards_BT: Floats, values_BT: Floats, mask_BT: Bools, gamma: float, lam
         next_advantage_B = np.where(valid_B, delta_B + gamma * lam * next_advantage_B, next_advantage_B)
         next_value_B = np.where(valid_B, values_BT[:, t], next_value_B)
         advantages[:, t] = np.where(valid_B, next_advantage_B, 0.0)
-    return advantages, np.where(mask_BT, advantages + values_BT, 0.0)
+    return advantages, advantages + values_BT
 
 
 _IN_GROUP: dict[AdvantageKind, Callable[[Floats], Floats]] = {"group": standardise, "group_mean": centre, "leave_one_out": leave_one_out}
@@ -116,8 +120,8 @@ def _over_batch_std(centred: list[Floats], valid: list[Bools]) -> list[Floats]:
 
 
 def _join(groups: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(groups) if groups else np.zeros(0)
+    return np.concatenate(groups)
 
 
 def _split(values: Floats, lengths: Sequence[int]) -> list[Floats]:
-    return np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
+    return np.split(values, np.cumsum(lengths)[:-1])
