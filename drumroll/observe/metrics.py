@@ -278,7 +278,7 @@ def sft_record(*, step: int, tokens_digest: str, tokens: int, update: UpdateFact
     )
 
 
-def _speed(seconds: PhaseSeconds, tokens: int) -> dict[str, float]:
+def _speed(seconds: PhaseSeconds, tokens: int) -> dict[str, Any]:
     phases = {f"seconds_{name}": value for name, value in asdict(seconds).items()}
     return {**phases, "tokens_per_second": tokens / seconds.total if seconds.total > 0 else 0.0}
 
