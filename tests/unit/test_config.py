@@ -141,8 +141,8 @@ def recipe(folder: Path, source: dict[str, Any] | str) -> Path:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("3e-4", 3e-4), ("3E4", 3e4), ("+1.e-2", 1e-2), (".5e1", 5.0), ("0.01", 0.01), ("1", 1), ("true", True), ("null", None), ("nan", "nan"),
-     ("abc", "abc"),      ("'3e-4'", "3e-4"), ("1e", "1e"), ("[1e-3, 2]", [1e-3, 2]), ("{a: 1e-3}", {"a": 1e-3}), ("a=b", "a=b"), ("", None)],
+    [("3e-4", 3e-4), ("+1.e-2", 1e-2), (".5e1", 5.0), ("0.01", 0.01), ("1", 1), ("true", True), ("null", None), ("abc", "abc"),
+     ("3E4", 3e4), ("'3e-4'", "3e-4"), ("1e", "1e"), ("[1e-3, 2]", [1e-3, 2]), ("{a: 1e-3}", {"a": 1e-3}), ("nan", "nan"), ("", None)],
 )  # fmt: skip
 def test_override_values_are_yaml(tmp_path: Path, text: str, value: Any) -> None:
     parsed = config.load(recipe(tmp_path, tree()), [f"data.train.options.x={text}"])

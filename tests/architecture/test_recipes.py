@@ -1,0 +1,29 @@
+"""Every recipe in recipes/ is read, and its plug-in sections are checked against their schemas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drumroll import config, plugins
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert "quickstart.yaml" in {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
+def test_recipe_is_valid_and_plugin_sections_too(path: Path, tmp_path: Path) -> None:
+    recipe = config.load(path)
+    plugins.check(recipe, str(path))
+    config.dump(recipe, tmp_path / "resolved.yaml")
+    assert config.load(tmp_path / "resolved.yaml") == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
+def test_recipe_says_what_it_is(path: Path) -> None:
+    """Recipes are read by people: the first line is a comment that says what the run shows."""
+    assert path.read_text(encoding="utf-8").startswith("# ")
