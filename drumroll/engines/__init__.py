@@ -1,3 +1,3 @@
 """Things that sample: one file each. `SHARED` names the modules here that are not engines."""
 
-SHARED = frozenset({"base", "cache", "sampling", "router"})
+SHARED = frozenset({"base", "cache", "generate_loop", "response", "router", "sampling", "self_check", "slot_loop", "weights"})
