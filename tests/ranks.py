@@ -46,17 +46,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             for rank in range(world_size):
                 receive, send = context.Pipe(duplex=False)
                 work = (fn, rank, world_size, args, os.path.join(folder, "store"), send, timeout)
-                process = context.Process(target=_rank_main, args=work, name=f"rank {rank}", daemon=True)
+                process: BaseProcess = context.Process(target=_rank_main, args=work, name=f"rank {rank}", daemon=True)
                 process.start()
                 send.close()
                 processes.append(process)
                 pipes.append(receive)
             return _collect(processes, pipes, time.monotonic() + timeout)
         finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            for started in processes:
+                started.kill()
+            for started in processes:
+                started.join()
             for pipe in pipes:
                 pipe.close()
 

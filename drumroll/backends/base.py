@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import BaseModel
 
 from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs
 
-__all__ = ["Backend", "LossFn", "LossOutput", "ModelSpec", "NamedTensor", "OptimSpec", "RankContext", "StepResult"]
+__all__ = ["Backend", "BackendPlugin", "LossFn", "LossOutput", "ModelSpec", "NamedTensor", "OptimSpec", "RankContext", "StepResult"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,22 +54,32 @@ class OptimSpec:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    grad_norm: float  # global L2 norm before clipping, a plain float, the same on all ranks
+    grad_norm: float  # global L2 norm before clipping, a plain float, the same on all ranks; inf when not finite
     skipped: bool  # non-finite norm: parameters and moments untouched on all ranks, gradients cleared
 
 
 NamedTensor = tuple[str, torch.Tensor]
 
 
+class BackendPlugin(Protocol):
+    """What the file of a backend offers as `PLUGIN`: a class, or anything else that makes a backend from its options."""
+
+    @property
+    def Config(self) -> type[BaseModel]:
+        """The backend's own options (`backend.<name>.*`), typed and documented in its file."""
+
+    def __call__(self, options: Any) -> Backend:
+        """A backend before `setup`; `options` is an instance of `Config`."""
+
+
 class Backend(Protocol):
     """Ten verbs. Every public attribute a caller may use is here."""
 
-    Config: ClassVar[type[BaseModel]]  # the backend's own options (`backend.<name>.*`), typed and documented in its file
-
-    def __init__(self, options: BaseModel) -> None: ...
-
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
-        """Meta device -> shard -> stream the safetensors file into the shards. `optim=None`: forward-only, no gradient or optimizer memory."""
+        """Meta device -> shard -> stream the safetensors file into the shards.
+
+        `optim=None`: forward-only, no gradient or optimizer memory.
+        """
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
         """Per-target log-probs (and entropy), no grad, eval mode. An empty micro-batch gives empty tensors and still communicates."""
@@ -84,13 +94,22 @@ class Backend(Protocol):
         """Clip by the global norm, optimizer step, zero the gradients; on a non-finite norm skip on all ranks together."""
 
     def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
-        """Buckets of (HF name, full tensor in `dtype`), each name once, tied names once; at most one bucket unsharded at a time. Collective."""
+        """Buckets of (HF name, full tensor in `dtype`), each name once, tied names once; at most one bucket unsharded at a time.
+
+        Collective. A tensor may be a live parameter: read it, and before the next verb.
+        """
 
     def gradients(self) -> Iterator[NamedTensor]:
-        """(HF name, full fp32 gradient) of every trainable parameter, between `forward_backward` and `step`. Collective; for verification."""
+        """(HF name, full fp32 gradient) of every trainable parameter, after the last `forward_backward` before `step`.
+
+        Collective; for verification.
+        """
 
     def digests(self, dtype: torch.dtype) -> dict[str, int]:
-        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards; nothing is gathered. Collective."""
+        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards: nothing is gathered.
+
+        Collective.
+        """
 
     def save(self, directory: Path) -> None:
         """Write parameters and optimizer state through DCP, named by HF name, readable by any backend at any world size. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -41,20 +42,22 @@ class DdpPlacement:
         pass
 
     def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
-        scorer.cast_parameters = model.compute_dtype
+        scorer.cast_parameters = True
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         _check_replicas(scorer, ctx.device)
         if not any(parameter.requires_grad for parameter in scorer.parameters()):
             return scorer  # forward-only: there is nothing to reduce
         self.averaged_over = ctx.world_size
-        self._wrapped = DistributedDataParallel(
-            scorer,
-            bucket_cap_mb=self._options.bucket_mb,
-            gradient_as_bucket_view=True,  # else every gradient exists twice
-            broadcast_buffers=False,
-            init_sync=False,  # a broadcast would hide ranks that loaded something else; _check_replicas says so instead
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # torch 2.11 has no other name for it
+            self._wrapped = DistributedDataParallel(
+                scorer,
+                bucket_cap_mb=self._options.bucket_mb,
+                gradient_as_bucket_view=True,  # else every gradient exists twice
+                broadcast_buffers=False,
+                init_sync=False,  # a broadcast would hide ranks that loaded something else; _check_replicas says so instead
+            )
         return self._wrapped
 
     def sync(self, last: bool) -> AbstractContextManager[None]:
@@ -93,7 +96,10 @@ def _check_replicas(scorer: Scorer, device: torch.device) -> None:
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     if different := [name for (name, _), equal in zip(named, (low == high).tolist(), strict=True) if not equal]:
-        raise RunError(f"{len(different)} of {len(named)} tensors differ between ranks after loading, first {different[0]}; do all ranks read the same folder?")
+        raise RunError(
+            f"{len(different)} of {len(named)} tensors differ between ranks after loading, first {different[0]}; "
+            "do all ranks read the same folder?"
+        )
 
 
 PLUGIN = TorchPlugin(Config, DdpPlacement)

@@ -20,7 +20,6 @@ from drumroll.backends.placement import Placement
 from drumroll.digest import digest
 from drumroll.errors import RunError
 from drumroll.models import build, stream
-from drumroll.models.scorer import Scorer
 from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs
 
 BUCKET_BYTES = 64 << 20  # of full tensors handed out at a time by `weights`
@@ -88,13 +87,14 @@ class TorchBackend:
             total = result.loss
             if len(micro.target_positions) == 0:
                 total = total + outputs.logprobs.sum()  # an empty sum: 0, but attached, so that this rank's collectives match
-            (total * self._placement.averaged_over).backward()
+            torch.autograd.backward(total * self._placement.averaged_over)
         return _stats(result)
 
     def _outputs(self, module: nn.Module, micro: MicroBatch, entropy: bool) -> TokenOutputs:
         logprobs, entropies = module(micro, entropy)
-        if logprobs.dtype is not torch.float32 or logprobs.shape != micro.target_positions.shape:
-            raise RunError(f"expected float32 log-probs of {tuple(micro.target_positions.shape)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
+        expected = micro.target_positions.shape
+        if logprobs.dtype is not torch.float32 or logprobs.shape != expected:
+            raise RunError(f"expected float32 log-probs {tuple(expected)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
         return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None)
 
     def step(self, lr: float) -> StepResult:
@@ -183,14 +183,14 @@ class TorchBackend:
 def _stats(result: LossOutput) -> dict[str, Stat]:
     """Sum, count and max of each reported vector, and the loss, with one transfer from the device."""
     filled = {name: vector for name, vector in result.stats.items() if vector.numel() > 0}
-    numbers = [result.loss.detach().double(), *(n for vector in filled.values() for n in (vector.sum(dtype=torch.float64), vector.max().double()))]
-    loss, *rest = torch.stack(numbers).tolist()
+    totals = [vector.sum(dtype=torch.float64) for vector in filled.values()]
+    largest = [vector.max().double() for vector in filled.values()]
+    loss, *numbers = torch.stack([result.loss.detach().double(), *totals, *largest]).tolist()
     stats = {name: Stat() for name in result.stats}
-    stats |= {
-        name: Stat(sum=total, count=vector.numel(), max=largest)
-        for (name, vector), total, largest in zip(filled.items(), rest[::2], rest[1::2], strict=True)
-    }
-    return stats | {"loss": Stat(sum=loss, count=1, max=loss)}
+    for (name, vector), total, top in zip(filled.items(), numbers[: len(filled)], numbers[len(filled) :], strict=True):
+        stats[name] = Stat(sum=total, count=vector.numel(), max=top)
+    stats["loss"] = Stat(sum=loss, count=1, max=loss)
+    return stats
 
 
 def _buckets(named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -28,10 +28,11 @@ class Config(Section):
     """`backend.fsdp2.*`"""
 
     reshard_after_forward: bool = Field(
-        True, description="free a block's gathered parameters after its forward and gather them again in backward: less memory, more traffic"
+        True, description="free a block's gathered parameters after forward and gather them again in backward: less memory, more traffic"
     )
     grad_sync: Literal["every", "last"] = Field(
-        "every", description="reduce gradients after every micro-batch, or only after the last one: less traffic, but 4 bytes a parameter on every rank"
+        "every",
+        description="reduce gradients after every micro-batch, or only after the last: less traffic, 4 bytes a parameter more on a rank",
     )
 
 
@@ -85,7 +86,7 @@ class Fsdp2Placement:
 
     def start(self, parameter: nn.Parameter) -> int:
         first, _ = _rows(parameter.shape[0], self.mesh.size(), self.mesh.get_local_rank())
-        return first * parameter[0].numel() if parameter.shape[0] else 0
+        return first * parameter.shape[1:].numel()
 
     def gather(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         """One all-gather for all of `tensors`, cast before it travels."""
@@ -97,9 +98,9 @@ class Fsdp2Placement:
         widest = sum(sizes[0])  # rank 0 owns most of every tensor
         mine = torch.zeros(widest, dtype=dtype, device=pieces[0].device)
         mine[: sum(piece.numel() for piece in pieces)] = torch.cat(pieces)
-        everything = torch.empty(ranks * widest, dtype=dtype, device=mine.device)
-        dist.all_gather_into_tensor(everything, mine, group=self.mesh.get_group())
-        by_rank = [everything[rank * widest :][: sum(sizes[rank])].split(sizes[rank]) for rank in range(ranks)]
+        everybodys = list(torch.empty(ranks, widest, dtype=dtype, device=mine.device).unbind())
+        dist.all_gather(everybodys, mine, group=self.mesh.get_group())
+        by_rank = [torch.split(flat[: sum(numels)], numels) for flat, numels in zip(everybodys, sizes, strict=True)]
         return [torch.cat([by_rank[rank][i] for rank in range(ranks)]).view(tensor.shape) for i, tensor in enumerate(tensors)]
 
     def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
@@ -114,7 +115,14 @@ class Fsdp2Placement:
             parameter.grad = None
 
     def unsharded(self) -> list[torch.Tensor]:
-        return []
+        held: list[torch.Tensor] = []
+        for unit in self._units:
+            group = unit._get_fsdp_state()._fsdp_param_group  # no public way leads to what a unit has gathered
+            for sharded in group.fsdp_params if group is not None else ():
+                if sharded.all_gather_outputs:
+                    gradients = (sharded.unsharded_param.grad, sharded.unsharded_accumulated_grad)
+                    held += [*sharded.all_gather_outputs, *(gradient for gradient in gradients if gradient is not None)]
+        return held
 
 
 def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class SinglePlacement:
             raise UserError(f"backend.name=single runs in one process, got runtime.ranks={ctx.world_size}; use ddp or fsdp2 for more ranks")
 
     def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
-        scorer.cast_parameters = model.compute_dtype
+        scorer.cast_parameters = True
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return scorer

@@ -38,8 +38,8 @@ def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[s
     if saved_names != set(tensors):
         missing, unexpected = sorted(set(tensors) - saved_names), sorted(saved_names - set(tensors))
         raise RunError(
-            f"{directory}: the names saved and restored differ: {_some(missing)} missing in the checkpoint, {_some(unexpected)} only there; "
-            "load with the model and trainable parameters it was saved with"
+            f"{directory}: names saved and restored differ: {_some(missing)} missing in the checkpoint, {_some(unexpected)} only in it; "
+            "load it with the model and the trainable parameters it was saved with"
         )
     for name, tensor in tensors.items():
         _check_alike(directory, name, tensor, saved[name])

@@ -26,7 +26,8 @@ def mixed_meshes(rank: int, world_size: int) -> dict[str, object]:
     grid = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     threes, fours = shard(torch.full((4, 4), 3.0), first), shard(torch.full((4, 4), 4.0), second)
     two_meshes = clip.global_norm([threes, fours])
-    grads = [threes, fours, torch.full((2, 2), 1.0), shard(torch.full((6, 2), 2.0), grid), shard(torch.full((3, 1), 5.0), first), shard(torch.ones(1), grid)]
+    uneven = [shard(torch.full((6, 2), 2.0), grid), shard(torch.full((3, 1), 5.0), first), shard(torch.ones(1), grid)]
+    grads = [threes, fours, torch.full((2, 2), 1.0), *uneven]
     norm = clip.global_norm(grads)
     clip.clip_(grads, norm, 1.0)
     poisoned = torch.ones(3)
