@@ -23,6 +23,9 @@ class GenerateLoop:
     def __init__(self, model: PreTrainedModel, slots: int) -> None:
         self._model = model
         self._slots = slots
+        # A model's own generation config fills every field that a call leaves open (penalties, suppressed tokens, end-of-sequence ids
+        # that freeze a row): ours replaces it, and asks for nothing.
+        model.generation_config = GenerationConfig(do_sample=False, num_beams=1, use_cache=True)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
 
     def run(self, waiting: Iterator[Row], stopped: Stopped) -> Iterator[tuple[Row, bool]]:
@@ -39,36 +42,11 @@ class GenerateLoop:
         self._model.generate(
             torch.tensor(prompts, device=self._model.device),
             attention_mask=torch.tensor(mask, device=self._model.device),
-            generation_config=_plain(max(row.limit for row in rows)),
+            max_new_tokens=max(row.limit for row in rows),
             logits_processor=[draw],
             stopping_criteria=[_AllDone(draw)],
         )
         return [(row, stop) for row, stop in zip(rows, draw.stopped, strict=True)]
-
-
-def _plain(max_tokens: int) -> GenerationConfig:
-    """Greedy, with every field that shapes the distribution or the length set: nothing is left to a model's generation config."""
-    return GenerationConfig(
-        max_new_tokens=max_tokens,
-        min_new_tokens=0,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        typical_p=1.0,
-        epsilon_cutoff=0.0,
-        eta_cutoff=0.0,
-        repetition_penalty=1.0,
-        encoder_repetition_penalty=1.0,
-        length_penalty=1.0,
-        no_repeat_ngram_size=0,
-        renormalize_logits=False,
-        remove_invalid_values=False,
-        use_cache=True,
-    )
 
 
 class _DrawByIdentity(LogitsProcessor):
