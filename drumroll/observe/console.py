@@ -135,10 +135,10 @@ def step_line(record: StepRecord, total: int) -> str:
 
 def eval_line(record: EvalRecord) -> str:
     """An evaluation as one line of plain text."""
-    several = len(record.rewards) > 1
-    rewards = "".join(f"  {name} {value:.3f}" for name, value in record.rewards.items()) if several else ""
+    shown = record.rewards if len(record.rewards) > 1 else {}
+    rewards = "".join(f"  {name} {value:.3f}" for name, value in shown.items())
     abstained = f"  no verdict {record.abstentions}" if record.abstentions else ""
-    return f"eval before step {record.step + 1}: score {record.score:.3f} on {record.rows} rows{rewards}{abstained}  ({record.seconds:.1f}s)"
+    return f"eval after step {record.step}: score {record.score:.3f} on {record.rows} rows{rewards}{abstained}  ({record.seconds:.1f}s)"
 
 
 def live_view(
@@ -196,7 +196,7 @@ def _table(records: Sequence[StepRecord]) -> Table:
 
 def _time_bar(record: StepRecord, width: int = 40) -> Text:
     """Where the last step's time went, as a bar of coloured blocks and its legend."""
-    bar, legend = Text("time    ", style="dim"), Text()
+    bar, legend = Text.assemble(("time    ", "dim")), Text()
     whole = max(record.seconds_total, sum(value for _, value in phase_seconds(record)), 1e-9)
     colors = dict(PHASES)
     for name, value in phase_seconds(record):
