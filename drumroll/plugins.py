@@ -1,7 +1,8 @@
 """Load a backend, an engine, a transport or a reward by folder name or by `module:Name` / `file.py:Name`.
 
 The only dynamic look-up in the package. A named plug-in lives in `drumroll/<kind>/<name>.py` (or a folder of that name) and says
-which class it offers in `PLUGIN`; a name with a colon is imported from the user's module or file.
+which class it offers in `PLUGIN`; a name with a colon is imported from the user's module or file. A plug-in that needs more than the
+package's own dependencies says so in `REQUIRES` (import name -> how to install it) and imports them only where it uses them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ def names(kind: str) -> list[str]:
     package = importlib.import_module(f"drumroll.{kind}")
     found = (m.name for m in pkgutil.iter_modules(package.__path__))
     return sorted(name for name in found if name not in package.SHARED)
+
+
+def missing(kind: str, name: str) -> dict[str, str]:
+    """What a plug-in of the package needs and this environment lacks: import name -> how to install it."""
+    module = importlib.import_module(f"drumroll.{kind}.{name}")
+    needs: dict[str, str] = vars(module).get("REQUIRES", {})
+    return {package: how for package, how in needs.items() if importlib.util.find_spec(package) is None}
 
 
 def load(kind: str, name: str) -> Any:
