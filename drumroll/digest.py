@@ -1,9 +1,10 @@
 """An additive digest of a tensor, so that shards, ranks and slices of fused parameters add up and nothing is gathered for it.
 
-The digest of a tensor is the sum modulo 2^64 over its elements of (bits + constant) * key(global element index): `bits` is the element's bit pattern as a
-signed integer and `key` an odd 64-bit number made by splitmix64 (Steele, Lea & Flood 2014), a multilinear hash (Carter & Wegman 1979) with
-fixed keys. A change of one element always shows, since an odd key is invertible modulo 2^64; a permutation, another length or any other change shows except
-with a chance of about 2^-32. It guards against mistakes, not against an adversary. Cost: about four memory copies.
+The digest of a tensor is the sum modulo 2^64 over its elements of (bits + constant) * key(global element index): `bits` is the element's
+bit pattern as a signed integer and `key` an odd 64-bit number made by splitmix64 (Steele, Lea & Flood 2014), a multilinear hash (Carter &
+Wegman 1979) with fixed keys. A change of one element always shows, since an odd key is invertible modulo 2^64; a permutation, another
+length or any other change shows except with a chance of about 2^-32. It guards against mistakes, not against an adversary. Cost: about
+four memory copies.
 """
 
 from __future__ import annotations

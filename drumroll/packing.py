@@ -19,8 +19,9 @@ from drumroll.types import Denominators, MicroBatch, TrainSample
 def pack(lengths: Sequence[int], ranks: int, cap: int) -> list[list[list[int]]]:
     """`plan[rank][micro]` = sample indices, longest first.
 
-    lengths: tokens of each sample; cap: most tokens of a micro-batch as rows see it, rows x longest. A single sample longer than `cap` makes a micro-batch of its
-    own. Samples go longest first to the rank with the fewest tokens so far (LPT, Graham 1969); a rank cuts its sorted share greedily.
+    lengths: tokens of each sample; cap: most tokens of a micro-batch as rows see it, rows x longest. A single sample longer than `cap`
+    makes a micro-batch of its own. Samples go longest first to the rank with the fewest tokens so far (LPT, Graham 1969); a rank cuts its
+    sorted share greedily.
     """
     if ranks < 1 or cap < 1:
         raise ValueError(f"expected ranks >= 1 and cap >= 1, got ranks={ranks}, cap={cap}")
@@ -56,7 +57,8 @@ def collate(samples: Sequence[TrainSample], device: torch.device | str = "cpu") 
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
     for index, sample in enumerate(samples):
         if len(sample.target_mask) != len(sample.token_ids) or (len(sample.target_mask) and sample.target_mask[0]):
-            raise ValueError(f"sample {index}: target_mask must have one entry a token ({len(sample.token_ids)}) and start with False; got {sample.target_mask}")
+            tokens = len(sample.token_ids)
+            raise ValueError(f"sample {index}: target_mask must have {tokens} entries and start with False; got {sample.target_mask}")
     positions = [start + np.flatnonzero(sample.target_mask) for start, sample in zip(starts, samples, strict=True)]
     return MicroBatch(
         token_ids=_tensor([sample.token_ids for sample in samples], np.int64, device),
@@ -104,5 +106,5 @@ def _per_target(
         return None
     for index, (part, where) in enumerate(zip(parts, positions, strict=True)):
         if part is None or len(part) != len(where):
-            raise ValueError(f"sample {index}: expected {name} for {len(where)} targets, as the other samples of the micro-batch have; got {part}")
+            raise ValueError(f"sample {index}: expected {name} for {len(where)} targets, as other samples of the batch have; got {part}")
     return _tensor(present, np.float32, device)

@@ -1,7 +1,7 @@
 """Building a model: on the meta device, then placed by a backend, then materialised; weights come after (`stream.load`).
 
-[Note: to_empty] Giving meta tensors memory unties tied weights and leaves non-persistent buffers (RoPE's `inv_freq`) uninitialised: both are silent.
-`materialise` ties again and rebuilds, and checks both.
+[Note: to_empty] Giving meta tensors memory unties tied weights and leaves non-persistent buffers (RoPE's `inv_freq`) uninitialised: both
+are silent. `materialise` ties again and rebuilds, and checks both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from drumroll.models.scorer import Scorer
 def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
     """The model of `spec.path` in fp32, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
 
-    Raises UserError for a folder without a causal language model, an attention that the model lacks, or a `trainable` pattern that matches nothing.
+    Raises UserError for a folder without a causal language model, an attention that the model lacks, or a `trainable` pattern that
+    matches nothing.
     """
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
@@ -45,7 +46,10 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
 
 
 def select_trainable(hf: PreTrainedModel, patterns: Iterable[str]) -> None:
-    """Train the parameters one of whose HF names a pattern is found in (`re.search`); no pattern: all. Raises UserError for one that matches nothing."""
+    """Train the parameters one of whose HF names a pattern is found in (`re.search`); no pattern: all.
+
+    Raises UserError for one that matches nothing.
+    """
     patterns = tuple(patterns)
     names = parameter_names(hf)
     for pattern in patterns:
@@ -90,7 +94,7 @@ def _rebuild_buffers(hf: PreTrainedModel) -> None:
     first: dict[str, torch.Tensor] = {}
     for filling in (0, 1):
         for module in owners:
-            module._is_hf_initialized = False
+            module._is_hf_initialized = False  # type: ignore[assignment]
             for name in module._non_persistent_buffers_set:
                 buffer = module.get_buffer(name)
                 buffer._is_hf_initialized = False  # type: ignore[attr-defined]
@@ -99,7 +103,7 @@ def _rebuild_buffers(hf: PreTrainedModel) -> None:
         rebuilt = {name: buffer.clone() for name, buffer in _non_persistent(hf)}
         bad = [name for name, buffer in rebuilt.items() if name in first and not torch.equal(first[name], buffer)]
         if bad:
-            raise RunError(f"{type(hf).__name__}: transformers does not rebuild the non-persistent buffers {bad}; they would stay uninitialised")
+            raise RunError(f"{type(hf).__name__}: transformers does not rebuild the buffers {bad}; they would stay uninitialised memory")
         first = rebuilt
 
 

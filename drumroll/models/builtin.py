@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from drumroll.errors import UserError
 
@@ -47,10 +47,14 @@ SPECS = {
 
 
 def folder(name: str, cache: Path) -> Path:
-    """The HF folder of a model in `SPECS`, made once: the same bits each time, and never seen half-written. Raises UserError for an unknown name."""
+    """The HF folder of a model in `SPECS`, made once: the same bits each time, and never seen half-written.
+
+    Raises UserError for an unknown name.
+    """
     if name not in SPECS:
         near = get_close_matches(name, SPECS, n=1)
-        raise UserError(f"unknown model builtin:{name}: expected one of {', '.join(SPECS)}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"unknown model builtin:{name}: expected one of {', '.join(SPECS)}{hint}")
     spec = SPECS[name]
     key = hashlib.sha256(repr((_REVISION, astuple(spec), _SPECIAL, _CHARACTERS)).encode()).hexdigest()[:12]
     final = cache / "builtin" / f"{name}-{key}"
@@ -99,8 +103,8 @@ def _write(spec: BuiltinSpec, out: Path) -> None:
     tokenizer().save_pretrained(out)
 
 
-def _config(spec: BuiltinSpec) -> PreTrainedConfig:
-    family = {"llama": LlamaConfig, "qwen3": Qwen3Config}[spec.family]
+def _config(spec: BuiltinSpec) -> LlamaConfig | Qwen3Config:
+    family: type[LlamaConfig | Qwen3Config] = {"llama": LlamaConfig, "qwen3": Qwen3Config}[spec.family]
     return family(
         vocab_size=len(_SPECIAL) + len(_CHARACTERS),
         hidden_size=spec.hidden,

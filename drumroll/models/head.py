@@ -2,8 +2,8 @@
 
 Axis suffixes: N targets, C targets of one chunk, H hidden, V vocabulary.
 
-[Note: chunks] Forward keeps one number a token (the log of the partition sum) and, for the entropy's gradient, the entropy. Backward makes the logits of a
-chunk again: one matmul more than the plain version, paid back by logits that stay in the cache and by not touching fresh memory.
+[Note: chunks] Forward keeps one number a token (the log of the partition sum) and, for the entropy's gradient, the entropy.
+Backward makes the logits of a chunk again: one matmul more than the plain version, paid back by logits that stay in the cache.
 With z = logits / temperature and p = softmax(z):
     d logprob / d z = onehot(target) - p          d entropy / d z = -p * (log p + entropy)
 """
@@ -30,10 +30,10 @@ def target_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(logits / temperature) at the targets, and the entropy in nats of the same distribution.
 
-    Both are [N] in float32 (float64 for float64 input) and differentiable with respect to hidden, weight and bias. Matmuls run in the dtype of `hidden`;
-    everything after them, and the accumulation of the weight's gradient, in float32.
+    Both are [N] in float32 (float64 for float64 input) and differentiable with respect to hidden, weight and bias. Matmuls run in the
+    dtype of `hidden`; everything after them, and the accumulation of the weight's gradient, in float32.
     """
-    logprobs_N, entropy_N = _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy)
+    logprobs_N, entropy_N = _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, entropy)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N if entropy else None
 
 

@@ -1,7 +1,8 @@
 """How a ragged micro-batch is laid out for the kernels: right-padded rows, or one packed row. Private to `models/`.
 
-The last token of a sample is never an input, only a target. Both layouts are causal and pass no attention mask: in rows, padding comes after every real token; in
-a packed row, position ids that start again at 0 are what transformers isolates samples by, provided that there is no mask and no cache.
+The last token of a sample is never an input, only a target. Both layouts are causal and pass no attention mask: in rows, padding comes
+after every real token; in a packed row, position ids that start again at 0 are what transformers isolates samples by, provided that there
+is no mask and no cache.
 
 Axis suffixes: B rows, L tokens of a row, N targets.
 """

@@ -1,8 +1,9 @@
 """A HF causal language model that scores targets: its body, then the chunked head.
 
-[Note: master parameters] Stored parameters are fp32. With a lower compute dtype they are cast as a whole before use, and gradients flow back through
-the cast into fp32. A backend whose placement does that itself (a mixed-precision policy) leaves `cast_parameters` off. Each block is cast inside
-its own forward, and inside its activation checkpoint, because a recomputation happens in backward, long after the scorer's forward has ended.
+[Note: master parameters] Stored parameters are fp32. With a lower compute dtype they are cast as a whole before use, and gradients flow
+back through the cast into fp32. A backend whose placement does that itself (a mixed-precision policy) leaves `cast_parameters` off. Each
+block is cast inside its own forward, and inside its activation checkpoint, because a recomputation happens in backward, long after the
+scorer's forward has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call  # type: ignore[attr-defined]
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -50,7 +51,7 @@ class Scorer(nn.Module):
         self.cast_parameters = False
         self.blocks = _find_blocks(hf)
         for block in self.blocks:
-            block.forward = _block_forward(self, block, checkpointing)  # type: ignore[method-assign]
+            block.forward = _block_forward(self, block, checkpointing)
 
     @property
     def body(self) -> nn.Module:
@@ -77,17 +78,21 @@ class Scorer(nn.Module):
         return super().train(False)
 
     def forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs [N], entropy [N] or None), float32. Without a target the outputs are empty, attached to the graph, and their gradients are zero."""
+        """(log-probs [N], entropy [N] or None), float32.
+
+        Without a target the outputs are empty, attached to the graph, and their gradients are zero.
+        """
         laid = lay_out(micro, self.layout)
         cast = self._cast_outside_blocks()
         inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
         body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
-        hidden_BLH = functional_call(self.body, body, (), inputs).last_hidden_state if cast else self.body(**inputs).last_hidden_state
-        head = self.head
+        hidden_BLH = functional_call(self.body, body, (), inputs).last_hidden_state
+        weight: torch.Tensor = self.head.weight
+        bias: torch.Tensor | None = self.head.bias
         logprobs_N, entropy_N = target_logprobs(
             hidden_BLH.flatten(0, 1).index_select(0, laid.index_N),
-            cast.get(head.weight, head.weight),
-            None if head.bias is None else cast.get(head.bias, head.bias),
+            cast.get(weight, weight),
+            None if bias is None else cast.get(bias, bias),
             laid.targets_N,
             self.temperature,
             entropy,
@@ -95,7 +100,10 @@ class Scorer(nn.Module):
         return logprobs_N[: laid.n_targets], None if entropy_N is None else entropy_N[: laid.n_targets]
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once. Empty when nothing is to be cast."""
+        """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.
+
+        Empty when nothing is to be cast.
+        """
         if not self.cast_parameters or self.compute_dtype == torch.float32:
             return {}
         inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
@@ -138,14 +146,16 @@ def _find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     for module in hf.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
-    raise UserError(f"{type(hf).__name__}: expected a list of {count} transformer blocks (num_hidden_layers) in the model's body; found none")
+    name = type(hf).__name__
+    raise UserError(f"{name}: expected a list of {count} transformer blocks (num_hidden_layers) in the model's body; found none")
 
 
 def _refuse_changed_logits(hf: PreTrainedModel) -> None:
+    name = type(hf).__name__
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        raise UserError(f"{type(hf).__name__}: expected a linear language-model head, got {type(head).__name__}; use a causal language model")
+        raise UserError(f"{name}: expected a linear language-model head, got {type(head).__name__}; use a causal language model")
     config = hf.config.get_text_config().to_dict()
     for field, neutral in _LOGIT_FIELDS.items():
         if config.get(field) not in neutral:
-            raise UserError(f"{type(hf).__name__}: config.json has {field}={config[field]}, which changes the logits after the head; not supported")
+            raise UserError(f"{name}: config.json has {field}={config[field]}, which changes the logits after the head; not supported")

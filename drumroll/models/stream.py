@@ -49,7 +49,8 @@ def shard_of(tensor: torch.Tensor) -> Shard:
     if not isinstance(tensor, DTensor):
         return Shard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(tensor.detach().to_local(), tuple(offset), tuple(tensor.shape))
+    with torch.no_grad():
+        return Shard(tensor.to_local(), tuple(offset), tuple(tensor.shape))
 
 
 def load(scorer: Scorer, folder: str | Path) -> None:
@@ -59,7 +60,7 @@ def load(scorer: Scorer, folder: str | Path) -> None:
     """
     hf = scorer.hf
     files = tensor_files(Path(folder))
-    aliases = [*parameter_names(hf).items(), *((buffer, [name]) for name, buffer in _persistent_buffers(hf))]
+    aliases = [*parameter_names(hf).items(), *((buffer, [name]) for name, buffer in persistent_buffers(hf))]
     known = {name for _, names in aliases for name in names}
     stored = {_model_name(name, known, hf.base_model_prefix): name for name in files}
     _check_names(hf, Path(folder), aliases, stored, known)
@@ -69,7 +70,10 @@ def load(scorer: Scorer, folder: str | Path) -> None:
         parts = [_read(readers, files[stored[name]], stored[name], shard) for name in names if name in stored]
         for part in parts[1:]:
             if not torch.equal(parts[0], part):
-                raise UserError(f"{folder}: {' and '.join(names)} are tied by config.json but hold different values; correct tie_word_embeddings or the file")
+                raise UserError(
+                    f"{folder}: {' and '.join(names)} are tied by config.json but hold different values; "
+                    "correct tie_word_embeddings or the file"
+                )
         with torch.no_grad():
             shard.local.copy_(parts[0])
 
@@ -110,7 +114,8 @@ def _check_names(hf: PreTrainedModel, folder: Path, aliases: list[tuple[Any, lis
     unexpected = [file_name for name, file_name in stored.items() if name not in known and not any(re.search(p, name) for p in ignored)]
     if missing or unexpected:
         raise UserError(
-            f"{folder}: the tensors are not those of {type(hf).__name__} as config.json describes it: missing {_some(missing)}; unexpected {_some(unexpected)}"
+            f"{folder}: the tensors are not those of {type(hf).__name__} as config.json describes it: "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
         )
 
 
@@ -118,6 +123,7 @@ def _some(names: list[str]) -> str:
     return "none" if not names else ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _persistent_buffers(hf: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+def persistent_buffers(hf: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """(HF name, buffer) of what a folder stores beside the parameters."""
     kept = hf.state_dict(keep_vars=True).keys()
     return [(name, buffer) for name, buffer in hf.named_buffers() if name in kept]

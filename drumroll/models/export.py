@@ -1,0 +1,135 @@
+"""Writing a model as a HF folder: safetensors from a stream of buckets, everything else as it was in the source folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drumroll.errors import RunError
+from drumroll.models.build import parameter_names
+from drumroll.models.stream import persistent_buffers, tensor_files
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+# Configuration, tokenizer, chat template, generation config, custom code, licence: all but the weights and their index.
+_KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*")
+_INDEX = "*.index.json"
+_TEMPLATES = "additional_chat_templates"
+
+
+def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes: int = 4 << 30) -> None:
+    """Write `buckets` of (HF name, full tensor) as the folder `out`, which appears whole or not at all and replaces an older one.
+
+    Tied weights have one key, the embedding's. A file takes at most `shard_bytes` of tensors (or one larger tensor), and one file's tensors
+    are held at a time. Persistent buffers, which do not train, are those of `source`. Raises RunError when the names are not exactly those
+    of the parameters that `source/config.json` describes, or when dtypes are mixed.
+    """
+    parameters, buffers = _expected_names(source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        written, dtype = _write_tensors(temporary, buckets, shard_bytes)
+        if parameters != written:
+            raise RunError(f"export of {source}: missing {sorted(parameters - written)}, unexpected {sorted(written - parameters)}")
+        _write_buffers(source, temporary, buffers)
+        _finish_weights(temporary)
+        _copy_rest(source, temporary, dtype)
+        _replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _expected_names(source: Path) -> tuple[set[str], set[str]]:
+    """Names of the parameters (ties once) and of the persistent buffers of the model that the folder describes."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    return {aliases[0] for aliases in parameter_names(hf).values()}, {name for name, _ in persistent_buffers(hf)}
+
+
+def _write_tensors(folder: Path, buckets: Iterable[Bucket], shard_bytes: int) -> tuple[set[str], torch.dtype]:
+    """Numbered files in `folder`; gives back the names written and their dtype."""
+    names: list[str] = []
+    dtypes: set[torch.dtype] = set()
+    for number, tensors in enumerate(_shards(buckets, shard_bytes)):
+        names += tensors
+        dtypes |= {tensor.dtype for tensor in tensors.values()}
+        save_file(tensors, folder / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
+    if len(names) != len(set(names)) or len(dtypes) != 1:
+        raise RunError(f"export: expected each name once and one dtype; got {len(names)} tensors with {len(set(names))} names in {dtypes}")
+    return set(names), dtypes.pop()
+
+
+def _shards(buckets: Iterable[Bucket], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in (pair for bucket in buckets for pair in bucket):
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        # A copy: a bucket's storage may be reused for the next one.
+        shard[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _write_buffers(source: Path, folder: Path, names: set[str]) -> None:
+    files = tensor_files(source)
+    tensors = {}
+    for name in sorted(names):
+        with safe_open(files[name], framework="pt") as reader:
+            tensors[name] = reader.get_tensor(name)
+    if tensors:
+        save_file(tensors, folder / "part-buffers.safetensors", metadata={"format": "pt"})
+
+
+def _finish_weights(folder: Path) -> None:
+    """Give the parts their final names, and an index where there is more than one."""
+    parts = sorted(folder.glob("part-*.safetensors"))
+    if len(parts) == 1:
+        parts[0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        with safe_open(part, framework="pt") as reader:
+            for key in reader.keys():  # noqa: SIM118 - not a dict
+                weight_map[key] = name
+        total += part.stat().st_size
+        part.rename(folder / name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _copy_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    for pattern in _KEPT:
+        for file in source.glob(pattern):
+            if file.is_file() and not file.match(_INDEX):
+                shutil.copyfile(file, folder / file.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older spelling of the same field
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _replace(temporary: Path, out: Path) -> None:
+    temporary.chmod(0o755)  # mkdtemp made it private
+    if not out.exists():
+        os.rename(temporary, out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+    os.rename(out, old / out.name)
+    os.rename(temporary, out)
+    shutil.rmtree(old)
