@@ -8,9 +8,12 @@ from drumroll.config import OptimConfig
 
 
 def learning_rate(optim: OptimConfig, applied: int, total: int) -> float:
-    """Learning rate of the next optimizer step. `applied`: steps taken so far (skipped ones do not count); `total`: steps of the whole run.
+    """Learning rate of the next optimizer step.
 
-    Linear warm-up from lr / warmup_steps to lr, then constant, linear or cosine (Loshchilov & Hutter 2017) down to lr * min_lr_ratio at `total`.
+    `applied`: steps taken so far (skipped ones do not count); `total`: steps of the whole run.
+
+    Linear warm-up from lr / warmup_steps to lr, then constant, linear or cosine (Loshchilov & Hutter 2017) down to
+    lr * min_lr_ratio at `total`.
     """
     if applied < optim.warmup_steps:
         return optim.lr * (applied + 1) / optim.warmup_steps

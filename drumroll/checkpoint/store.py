@@ -1,7 +1,7 @@
 """Checkpoint directories of a run: `checkpoints/step-00000020/`, complete or not there at all.
 
-A checkpoint is written under a staging name, described by `manifest.json` (name and size of every file, and the driver's state), and renamed last.
-A directory without a valid manifest is never loaded; older ones are removed only when the new one is in place.
+A checkpoint is written under a staging name, described by `manifest.json` (name and size of every file, and the driver's state), and
+renamed last. A directory without a valid manifest is never loaded; older ones are removed only when the new one is in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class CheckpointStore:
         for name, size in manifest["files"].items():
             found = (path / name).stat().st_size if (path / name).is_file() else None
             if found != size:
-                raise RunError(f"{path / name}: expected {size} bytes, found {'no file' if found is None else found}; the checkpoint is damaged")
+                raise RunError(
+                    f"{path / name}: expected {size} bytes, found {'no file' if found is None else found}; the checkpoint is damaged"
+                )
         return DriverState(**manifest["state"]), path
 
     def _path(self, step: int) -> Path:

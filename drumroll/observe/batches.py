@@ -19,7 +19,7 @@ def path(folder: Path, step: int) -> Path:
 
 
 def write(file: Path, samples: Sequence[TrainSample]) -> None:
-    """Write samples in order, flat: arrays of a field follow each other, `lengths` cuts them. A field that is None in the samples is absent."""
+    """Write samples in order, flat: arrays of a field follow each other, `lengths` cuts them; a field that is None is absent."""
     flat: dict[str, np.ndarray] = {
         "lengths": np.array([len(s.token_ids) for s in samples], np.int64),
         "group_id": np.array([s.group_id for s in samples], np.int64),

@@ -8,13 +8,14 @@
 
 With one rank and `in_process` the object lives in the driver's process, so that a debugger works.
 
-[Note: who fails first] When a rank dies, its peers fail too, a moment later, with a broken collective. The driver therefore waits a short grace
-period after the first sign of trouble, collects every failure, and blames in this order: a rank that was killed, a rank whose error is its own,
-and last a rank that only lost its peers.
+[Note: who fails first] When a rank dies, its peers fail too, a moment later, with a broken collective. The driver therefore waits a
+short grace period after the first sign of trouble, collects every failure, and blames in this order: a rank that was killed, a rank whose
+error is its own, and last a rank that only lost its peers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
@@ -73,8 +74,10 @@ class Ranks(AbstractContextManager["Ranks[W]"], Generic[W]):
         self.close()
 
 
-def launch(factory: Callable[[RankContext], W], ranks: int, device: str = "auto", timeout_s: float = 600.0, in_process: bool = True) -> Ranks[W]:
-    """Start `factory(context)` on every rank. `factory` must pickle. Raises UserError for devices that are not there, RunError when a rank fails."""
+def launch(
+    factory: Callable[[RankContext], W], ranks: int, device: str = "auto", timeout_s: float = 600.0, in_process: bool = True
+) -> Ranks[W]:
+    """Start `factory(context)`, which must pickle, on every rank. Raises UserError for missing devices, RunError when a rank fails."""
     kind = resolve_device(device, ranks)
     if ranks == 1 and in_process:
         return _InProcess(factory, kind)
@@ -87,7 +90,9 @@ def resolve_device(device: str, ranks: int) -> str:
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < ranks:
-        raise UserError(f"runtime.ranks={ranks} on device cuda, but this machine has {gpus} GPUs: lower runtime.ranks, or set runtime.device=cpu")
+        raise UserError(
+            f"runtime.ranks={ranks} on device cuda, but this machine has {gpus} GPUs: lower runtime.ranks, or set runtime.device=cpu"
+        )
     return device
 
 
@@ -138,7 +143,10 @@ class _Failure:
     @property
     def lost_peers(self) -> bool:
         """The error speaks of a broken connection: some other rank failed first."""
-        return any(mark in self.text for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvBytes", "sendBytes"))
+        return any(
+            mark in self.text
+            for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvBytes", "sendBytes")
+        )
 
     @property
     def blame(self) -> int:
@@ -160,7 +168,10 @@ class _Processes(Ranks[W]):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, factory, rank, ranks, device, self._store.port, timeout_s), name=f"drumroll-rank-{rank}", daemon=True
+                    target=_serve,
+                    args=(theirs, factory, rank, ranks, device, self._store.port, timeout_s),
+                    name=f"drumroll-rank-{rank}",
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -174,11 +185,9 @@ class _Processes(Ranks[W]):
     def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
         if len(args) != self.world_size:
             raise ValueError(f"{method.__name__}: {len(args)} tuples of arguments for {self.world_size} ranks")
-        try:
+        with contextlib.suppress(OSError):  # a rank is gone; collecting its answer says why
             for pipe, arguments in zip(self._pipes, args, strict=True):
                 pipe.send((method, arguments))  # a method pickles by its qualified name
-        except OSError:
-            pass  # a rank is gone; collecting its answer says why
         return self._collect()
 
     def _collect(self) -> list[Any]:
@@ -188,10 +197,15 @@ class _Processes(Ranks[W]):
         deadline = time.monotonic() + self._timeout_s
         while len(answers) + len(failures) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in failures]
-            ready = wait([self._pipes[r] for r in waiting] + [self._processes[r].sentinel for r in waiting], timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [self._pipes[r] for r in waiting] + [self._processes[r].sentinel for r in waiting],
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
             if not ready:
                 if not failures:
-                    failures[waiting[0]] = _Failure(waiting[0], f"silent for {self._timeout_s:g} s (runtime.timeout_s); ranks without an answer: {waiting}")
+                    failures[waiting[0]] = _Failure(
+                        waiting[0], f"silent for {self._timeout_s:g} s (runtime.timeout_s); ranks without an answer: {waiting}"
+                    )
                 break
             for rank in waiting:
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
@@ -223,10 +237,8 @@ class _Processes(Ranks[W]):
 
     def close(self) -> None:
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):  # already gone
                 pipe.send(None)
-            except OSError:
-                pass  # already gone
         deadline = time.monotonic() + CLOSE_S
         for process in self._processes:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -255,7 +267,9 @@ def _first_cause(failures: list[_Failure]) -> Exception:
     return RunError(f"rank {first.rank} failed first:\n{first.text.rstrip()}{tail}")
 
 
-def _serve(pipe: Connection, factory: Callable[[RankContext], Any], rank: int, world_size: int, device: str, port: int, timeout_s: float) -> None:
+def _serve(
+    pipe: Connection, factory: Callable[[RankContext], Any], rank: int, world_size: int, device: str, port: int, timeout_s: float
+) -> None:
     """A rank process: build the worker, then answer calls until the driver says None or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group: the driver decides, and closes us
     threading.Thread(target=_end_with_driver, daemon=True).start()
@@ -273,7 +287,7 @@ def _serve(pipe: Connection, factory: Callable[[RankContext], Any], rank: int, w
         pipe.send((False, _Failure(rank, str(error), user_error=True)))
     except EOFError:
         pass  # the driver is gone
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - fault boundary: the driver raises it
         pipe.send((False, _Failure(rank, traceback.format_exc())))
         sys.stdout.flush()
         os._exit(1)  # not sys.exit: a peer may wait for us in a collective, and destructors must not wait for it in turn

@@ -58,7 +58,7 @@ class Policy:
             if self.skips_in_a_row >= self._config.optim.max_skips:
                 raise RunError(
                     f"the gradient norm was not finite in {self.skips_in_a_row} optimizer steps in a row (optim.max_skips): "
-                    "parameters are as they were before the first of them; lower optim.lr, or look at the last records for NaN rewards or log-probs"
+                    "parameters are as they were before the first of them; lower optim.lr, or look for NaN rewards or log-probs in the last records"
                 )
         else:
             self.applied_steps += 1
@@ -99,7 +99,7 @@ class Policy:
 def _merge(reports: Sequence[TrainReport]) -> StepStats:
     results = {(report.result.grad_norm, report.result.skipped) for report in reports if not report.result.skipped}
     skipped = any(report.result.skipped for report in reports)
-    if skipped and results or len(results) > 1:
+    if (skipped and results) or len(results) > 1:
         raise RunError(f"ranks disagree about the step: {[report.result for report in reports]}")
     stats: dict[str, Stat] = {}
     for report in reports:

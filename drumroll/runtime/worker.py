@@ -1,6 +1,6 @@
 """What one rank hosts: the policy, a frozen reference where the algorithm asks for one, and an embedded engine.
 
-Verbs are the driver's calls. Every rank gets the same verbs in the same order with the same number of micro-batches, so collectives always match.
+Verbs are the driver's calls. Every rank gets the same verbs in the same order with the same number of micro-batches, so collectives match.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Worker:
         self._ctx = ctx
         self._spec = spec
         model = model_spec(spec.config, spec.folder, ctx.device)
-        self._policy = self._backend(model, optim_spec(spec.config))
+        self._policy = self._backend(model, optim_spec(spec.config)) if "policy" in spec.plan.roles else None
         self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
         self._engine = self._start_engine(model) if "engine" in spec.plan.roles else None
         self._transport: Transport = plugins.load("sync", "inprocess")()
@@ -77,6 +77,11 @@ class Worker:
         return engine
 
     @property
+    def _trainer(self) -> Backend:
+        assert self._policy is not None, "this run has no policy"
+        return self._policy
+
+    @property
     def _sampler(self) -> Engine:
         assert self._engine is not None, "this run has no engine"
         return self._engine
@@ -102,24 +107,24 @@ class Worker:
         stats: dict[str, Stat] = {}
         for index, samples in enumerate(micros):
             last = index == len(micros) - 1
-            for name, stat in self._policy.forward_backward(collate(samples, self._ctx.device), loss, denominators, last).items():
+            for name, stat in self._trainer.forward_backward(collate(samples, self._ctx.device), loss, denominators, last).items():
                 stats[name] = stats[name].merge(stat) if name in stats else stat
-        return TrainReport(self._policy.step(lr), stats)
+        return TrainReport(self._trainer.step(lr), stats)
 
     def push(self, version: int) -> PushReport:
         """Send the policy's weights to the engine, and compare digests."""
         dtype = model_spec(self._spec.config, self._spec.folder, self._ctx.device).compute_dtype
-        return self._transport.push(self._policy, self._sampler, dtype, version)
+        return self._transport.push(self._trainer, self._sampler, dtype, version)
 
     def save(self, directory: Path) -> None:
-        self._policy.save(directory)
+        self._trainer.save(directory)
 
     def load(self, directory: Path) -> None:
-        self._policy.load(directory)
+        self._trainer.load(directory)
 
     def export(self, out: Path) -> None:
         """Write the policy as a HF folder; rank 0 writes, all ranks take part in gathering bucket by bucket."""
-        buckets = self._policy.weights(torch.float32)
+        buckets = self._trainer.weights(torch.float32)
         if self._ctx.rank == 0:
             save_folder(self._spec.folder, out, buckets)
         else:
@@ -127,8 +132,11 @@ class Worker:
                 pass
 
     def memory(self) -> dict[str, int]:
-        """Bytes held on this rank by kind, and `peak`: the most this process has held (device memory on a GPU, resident memory on a CPU)."""
-        held = dict(self._policy.memory())
+        """Bytes held on this rank by kind, and `peak`: the most this process has held.
+
+        The peak is device memory on a GPU and resident memory on a CPU.
+        """
+        held = dict(self._policy.memory()) if self._policy is not None else {}
         if self._engine is not None:
             held["engine"] = self._engine.memory()
         if self._reference is not None:
@@ -137,11 +145,9 @@ class Worker:
         return held
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._policy.close()
-        if self._reference is not None:
-            self._reference.close()
+        for role in (self._engine, self._policy, self._reference):
+            if role is not None:
+                role.close()
 
 
 def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSpec:

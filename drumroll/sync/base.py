@@ -27,7 +27,9 @@ class Transport(Protocol):
 def compare_digests(sent: dict[str, int], held: dict[str, int], version: int) -> PushReport:
     """Hold what the engine computes with against what the trainer has, by name. Raises RunError naming the tensors that differ."""
     if missing := sorted(sent.keys() - held.keys()):
-        raise RunError(f"weight push {version}: the engine holds no {', '.join(missing[:5])} ({len(missing)} of {len(sent)} tensors missing)")
+        raise RunError(
+            f"weight push {version}: the engine holds no {', '.join(missing[:5])} ({len(missing)} of {len(sent)} tensors missing)"
+        )
     if unsent := sorted(held.keys() - sent.keys()):
         raise RunError(f"weight push {version}: the engine computes with {', '.join(unsent[:5])}, which the trainer never sent")
     if wrong := sorted(name for name, digest in sent.items() if held[name] != digest):

@@ -1,4 +1,4 @@
-"""The local runtime: typed calls in rank order; the first failure ends the run within seconds, names its rank, and leaves nothing behind."""
+"""The local runtime: typed calls in rank order; the first failure ends the run in seconds, names its rank, leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,0 +1,120 @@
+"""The command line: the only entry point. Bad input exits with 2, a failed run with 1, Ctrl-C with 130."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumroll.errors import RunError, UserError
+
+app = typer.Typer(
+    name="drumroll",
+    help="Reinforcement-learning post-training of language models on training backends that are proven right.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+model_app = typer.Typer(help="Models that drumroll makes or fetches itself.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+Recipe = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. runtime.ranks=4 backend.name=ddp.", show_default=False)
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON rows to this file.")]
+
+
+@app.command(epilog="Example: drumroll train recipes/quickstart.yaml runtime.ranks=1 max_steps=10")
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train by a recipe: reinforcement learning or supervised fine-tuning."""
+    from drumroll import config, plugins
+    from drumroll.pipelines import rl, sft
+
+    run = config.load(recipe, overrides or [])
+    plugins.check(run)
+    pipelines = {"rl": rl.train, "sft": sft.train}
+    pipelines[run.pipeline](run)
+
+
+@app.command(name="eval", epilog="Example: drumroll eval recipes/quickstart.yaml --model runs/quickstart/model")
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Model folder to evaluate instead of the recipe's.")] = None,
+    json: Json = None,
+) -> None:
+    """Score a model on a recipe's evaluation rows."""
+    from drumroll import config, plugins
+    from drumroll.pipelines import evaluate as pipeline
+
+    run = config.load(recipe, [*(overrides or []), *([f"model.path={model}", "warmup=null"] if model else [])])
+    plugins.check(run)
+    pipeline.evaluate_model(run, json)
+
+
+@app.command(epilog="Examples: drumroll verify fsdp2 --ranks 2    drumroll verify my_backend.py:MyBackend --model ./my-model")
+def verify(
+    backend: Annotated[str, typer.Argument(help="Backend name, or file.py:Class / module:Class of your own.", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="World size.")] = 2,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model folders to verify on; default: small models of two families, tied and untied.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json: Json = None,
+) -> None:
+    """Prove a training backend against the executable specification."""
+    from drumroll.verify import suite
+
+    if not suite.run(backend, ranks=ranks, models=tuple(model or ()), dtype=dtype, device=device, json=json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: drumroll replay runs/quickstart@3 backend.name=ddp runtime.ranks=4")
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run directory and step.", show_default=False)],
+    overrides: Overrides = None,
+    json: Json = None,
+) -> None:
+    """Train a recorded step again, on any backend, and show both sets of numbers."""
+    from drumroll.pipelines import replay as pipeline
+
+    if not pipeline.replay(run, overrides or [], json):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: drumroll report runs/quickstart")
+def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]) -> None:
+    """Write report.html and the main curve as PNG from the records of a run, also of one that crashed."""
+    from drumroll.observe.report import write_report
+
+    typer.echo(write_report(run_dir))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what can be used on this machine, and what to do about the rest."""
+    from drumroll.verify.doctor import show
+
+    show()
+
+
+def main() -> None:
+    """Entry point: every failure becomes one clear message and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        _fail(f"error: {error}", 2)
+    except RunError as error:
+        _fail(f"failed: {error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(code)

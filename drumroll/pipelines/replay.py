@@ -1,0 +1,141 @@
+"""Train a recorded step again from its stored token ids and log-probs, on any backend and any number of ranks, and compare.
+
+Sampling plays no part: the batches are those of the record. So a difference here is the trainer's, and no difference here means that a
+difference between two runs was the sampler's. Replay starts from the newest checkpoint before the step, or from the model that the run
+started with, and trains the recorded batches in between.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from drumroll import config as configs
+from drumroll import plugins
+from drumroll.algorithms.presets import resolve
+from drumroll.checkpoint.store import CheckpointStore
+from drumroll.config import RunConfig
+from drumroll.errors import UserError
+from drumroll.observe import batches, checks
+from drumroll.observe.metrics import StepRecord, UpdateFacts, tokens_digest, update_facts
+from drumroll.observe.run import CONFIG_FILE, read_steps
+from drumroll.pipelines.rl import total_optimizer_steps, update
+from drumroll.pipelines.session import BATCHES_DIR, CHECKPOINTS_DIR, START_FILE
+from drumroll.runtime.local import launch
+from drumroll.runtime.plan import Plan
+from drumroll.runtime.policy import Policy
+from drumroll.runtime.worker import Worker, WorkerSpec
+
+RELATIVE = 1e-5  # grad_norm, entropy, logprob_mean, loss_abs
+LOSS_SCALE = 1e-6  # loss, in units of the mean |advantage|: its terms cancel, so a relative bound would mean nothing
+COMPARED = ("loss_abs", "grad_norm", "entropy", "logprob_mean", "kl")
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    run_dir: Path
+    step: int
+
+
+def replay(run: str, overrides: Sequence[str], json: Path | None) -> bool:
+    """`drumroll replay RUN@STEP [key=value ...]`: print recorded and replayed numbers; true when all agree.
+
+    Raises UserError for a run, step or file that is not there.
+    """
+    target = _target(run)
+    config = configs.load(target.run_dir / CONFIG_FILE, overrides)
+    plugins.check(config)
+    if config.algorithm is None:
+        raise UserError(f"{target.run_dir}: replay trains RL steps again, and this run has none (pipeline: {config.pipeline})")
+    recorded = _recorded(target)
+    replayed = _train_again(target, config)
+    rows = compare(recorded, replayed, config)
+    Console().print(checks.table(rows, f"{target.run_dir}, step {target.step}: difference to the record"))
+    if json is not None:
+        checks.write_rows(json, rows)
+    return all(row.passed for row in rows)
+
+
+def compare(recorded: StepRecord, replayed: UpdateFacts, config: RunConfig) -> list[checks.CheckRow]:
+    """A row a number: relative difference, and for the loss the difference over the mean |advantage|."""
+    rows = []
+    for name in COMPARED:
+        before, now = getattr(recorded, name), getattr(replayed, name)
+        if before is None and now is None:
+            continue
+        rows.append(_row(name, before, now, abs(now - before) / max(abs(before), 1e-12), RELATIVE, config))
+    scale = recorded.advantage_abs_mean or 1.0
+    rows.append(_row("loss", recorded.loss, replayed.loss, abs(replayed.loss - recorded.loss) / scale, LOSS_SCALE, config))
+    return rows
+
+
+def _row(name: str, before: float, now: float, difference: float, tolerance: float, config: RunConfig) -> checks.CheckRow:
+    options = {"recorded": f"{before:.9g}", "replayed": f"{now:.9g}"}
+    return checks.at_most(name, difference, tolerance, backend=config.backend.name, options=options, ranks=config.runtime.ranks)
+
+
+def _train_again(target: Target, config: RunConfig) -> UpdateFacts:
+    assert config.algorithm is not None
+    algorithm = resolve(config.algorithm, config.rollout.max_tokens)
+    folder = _start_model(target.run_dir)
+    store = CheckpointStore(target.run_dir / CHECKPOINTS_DIR, config.checkpoint.keep)
+    before = [step for step in store.steps() if step < target.step]
+    spec = WorkerSpec(config, folder, Plan(config.runtime.ranks, frozenset({"policy"})))
+    with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+        policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
+        first = 1
+        if before:
+            state, directory = store.read(before[-1])
+            policy.load(directory)
+            policy.applied_steps = state.applied_steps
+            first = state.step + 1
+        for step in range(first, target.step + 1):
+            samples = batches.read(_batch_file(target.run_dir, step))
+            rate = policy.next_learning_rate
+            updates = update(policy, samples, algorithm)
+    return update_facts(updates, rate)
+
+
+def _target(text: str) -> Target:
+    path, at, step = text.rpartition("@")
+    if not at or not step.isdigit() or int(step) < 1:
+        raise UserError(f"{text!r}: expected RUN@STEP, e.g. runs/quickstart@3")
+    run_dir = Path(path)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(f"{run_dir}: not the directory of a run: no {CONFIG_FILE} in it")
+    return Target(run_dir, int(step))
+
+
+def _recorded(target: Target) -> StepRecord:
+    """The step's record. Raises UserError when it was not reached, or the batch is not the one that was recorded."""
+    records = [r for r in read_steps(target.run_dir) if r.phase == "rl" and r.step == target.step]
+    if not records:
+        last = max((r.step for r in read_steps(target.run_dir) if r.phase == "rl"), default=0)
+        raise UserError(f"{target.run_dir}: no RL step {target.step} in the records; the last one is {last}")
+    digest = tokens_digest([s.token_ids.tolist() for s in batches.read(_batch_file(target.run_dir, target.step))])
+    if digest != records[0].tokens_digest:
+        raise UserError(
+            f"{target.run_dir}: the stored batch of step {target.step} has digest {digest}, its record {records[0].tokens_digest}"
+        )
+    return records[0]
+
+
+def _batch_file(run_dir: Path, step: int) -> Path:
+    file = batches.path(run_dir / BATCHES_DIR, step)
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; a run writes its batches when record.batches is true")
+    return file
+
+
+def _start_model(run_dir: Path) -> Path:
+    folder = Path(jsonlib.loads((run_dir / START_FILE).read_text(encoding="utf-8"))["model"])
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder}: the model that {run_dir} started from is gone; train the recipe again to make it, or restore the folder"
+        )
+    return folder

@@ -1,0 +1,147 @@
+"""Reinforcement learning, one screen: prompts -> rollouts -> rewards -> advantages -> optimizer steps -> weights -> metrics.
+
+`max_lag: 0`: sampling and training alternate, so every sample comes from the weights that are trained next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from drumroll.algorithms.filters import has_variance
+from drumroll.algorithms.presets import Algorithm, resolve
+from drumroll.config import RunConfig
+from drumroll.data.chat import load_eos_ids, load_tokenizer
+from drumroll.data.sources import open_rows
+from drumroll.data.stream import PromptStream
+from drumroll.engines.base import SamplingParams
+from drumroll.observe import batches, metrics
+from drumroll.pipelines import evaluate
+from drumroll.pipelines.evaluate import Evaluator
+from drumroll.pipelines.session import BATCHES_DIR, Session, open_session
+from drumroll.pipelines.warmup import starting_model
+from drumroll.rewards.base import RewardSet
+from drumroll.rollout import sampling
+from drumroll.rollout.rollouter import Rollouter
+from drumroll.rollout.samples import from_groups, minibatches, with_advantages
+from drumroll.runtime.local import launch
+from drumroll.runtime.plan import plan
+from drumroll.runtime.policy import Policy
+from drumroll.runtime.worker import Worker, WorkerSpec
+from drumroll.types import Group, StepStats, TrainSample
+
+
+def train(config: RunConfig) -> None:
+    """`pipeline: rl`: from the recipe to a trained model, its records and its report in the run directory."""
+    assert config.algorithm is not None
+    algorithm = resolve(config.algorithm, config.rollout.max_tokens)
+    with open_session(config) as session, RewardSet(config.rewards) as rewards:
+        folder = starting_model(config, session.recorder)
+        session.start_from(folder)
+        prompts, sampled_with = open_prompts(config, folder)
+        spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
+        with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+            policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
+            rollouter = Rollouter(policy.generate, rewards, session.timer)
+            evaluator = Evaluator(config, folder, rollouter) if config.data.eval is not None else None
+            loop(session, algorithm, policy, prompts, rollouter, sampled_with, evaluator)
+            session.finish(policy)
+
+
+def loop(
+    session: Session,
+    algorithm: Algorithm,
+    policy: Policy,
+    prompts: PromptStream,
+    rollouter: Rollouter,
+    sampled_with: SamplingParams,
+    evaluator: Evaluator | None,
+) -> None:
+    """The training loop."""
+    config, timer = session.config, session.timer
+    session.push(policy)
+    if evaluator is not None:
+        evaluate.record(session.recorder, evaluator, 0, policy.version)
+    timer.restart()
+    for step in range(1, config.max_steps + 1):
+        version = policy.version
+        groups = collect(prompts, rollouter, algorithm, config.rollout.prompts_per_step, sampled_with)
+        with timer.phase("logprobs"):
+            samples = score(from_groups(groups), policy, algorithm)
+        samples = with_advantages(samples, groups, algorithm, sampled_with.max_tokens)
+        rate = policy.next_learning_rate
+        with timer.phase("train"):
+            updates = update(policy, samples, algorithm)
+        session.push(policy)
+        session.measure(policy)
+        record(session, step, version, groups, samples, updates, rate)
+        session.checkpoint(policy, step)
+        if evaluator is not None and (step == config.max_steps or (config.eval.every and step % config.eval.every == 0)):
+            evaluate.record(session.recorder, evaluator, step, policy.version)
+            timer.restart()
+
+
+def open_prompts(config: RunConfig, folder: Path) -> tuple[PromptStream, SamplingParams]:
+    """The training prompts and how they are sampled. Raises UserError for rows that cannot be used, before anything is launched."""
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    rows = open_rows(config.data.train, config.data, "rl")
+    return PromptStream(rows, tokenizer, config.data, config.seed), sampling.training(config, load_eos_ids(folder, tokenizer))
+
+
+def total_optimizer_steps(config: RunConfig, algorithm: Algorithm) -> int:
+    return config.max_steps * algorithm.minibatches * algorithm.epochs
+
+
+def collect(prompts: PromptStream, rollouter: Rollouter, algorithm: Algorithm, wanted: int, params: SamplingParams) -> list[Group]:
+    """`wanted` scored groups. Dynamic sampling (Yu et al. 2025) leaves out groups that teach nothing and draws again."""
+    draws = algorithm.max_draws if algorithm.dynamic_sampling else 1
+    kept: list[Group] = []
+    for _ in range(draws):
+        groups = rollouter.rollout(prompts.draw(wanted), algorithm.group_size, params)
+        kept += [g for g in groups if not algorithm.dynamic_sampling or has_variance([r.reward for r in g.rollouts])]
+        if len(kept) >= wanted:
+            break
+    return kept[:wanted]
+
+
+def score(samples: list[TrainSample], policy: Policy, algorithm: Algorithm) -> list[TrainSample]:
+    """Fill in what the algorithm reads: the trainer's log-probs before the first step, and the frozen reference's."""
+    if algorithm.needs_old_logprobs:
+        samples = [replace(s, old_logprobs=scores) for s, scores in zip(samples, policy.logprobs("policy", samples), strict=True)]
+    if algorithm.needs_reference:
+        samples = [replace(s, ref_logprobs=scores) for s, scores in zip(samples, policy.logprobs("reference", samples), strict=True)]
+    return samples
+
+
+def update(policy: Policy, samples: Sequence[TrainSample], algorithm: Algorithm) -> list[StepStats]:
+    """The optimizer steps of one rollout batch: mini-batches of whole groups, each with its own denominators; every epoch the same ones."""
+    loss = algorithm.loss()
+    return [policy.step(batch, loss) for _ in range(algorithm.epochs) for batch in minibatches(samples, algorithm.minibatches)]
+
+
+def record(
+    session: Session,
+    step: int,
+    version: int,
+    groups: Sequence[Group],
+    samples: Sequence[TrainSample],
+    updates: Sequence[StepStats],
+    rate: float,
+) -> None:
+    """Write the step down: metrics, every rollout, and the batch itself for `drumroll replay`."""
+    if session.config.record.batches:
+        batches.write(batches.path(session.run_dir / BATCHES_DIR, step), samples)
+    session.recorder.rollouts(metrics.rollout_records(groups, phase="train", step=step, samples=samples))
+    session.recorder.step(
+        metrics.rl_record(
+            step=step,
+            version=version,
+            tokens_digest=metrics.tokens_digest([s.token_ids.tolist() for s in samples]),
+            update=metrics.update_facts(updates, rate),
+            rollouts=metrics.rollout_facts(groups),
+            seconds=session.timer.take(),
+            peak_bytes=session.peak_bytes,
+        )
+    )

@@ -1,0 +1,65 @@
+"""Supervised fine-tuning on the backends of RL: next-token loss on the assistant's tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from drumroll.algorithms.loss import sft_loss
+from drumroll.config import RunConfig
+from drumroll.data.chat import load_eos_ids, load_tokenizer
+from drumroll.data.sources import open_rows
+from drumroll.data.stream import SampleStream
+from drumroll.models.locate import locate
+from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
+from drumroll.observe.recorder import Recorder
+from drumroll.observe.timer import PhaseTimer
+from drumroll.pipelines.session import Session, open_session
+from drumroll.runtime.local import launch
+from drumroll.runtime.plan import plan
+from drumroll.runtime.policy import Policy
+from drumroll.runtime.worker import Worker, WorkerSpec
+
+
+def train(config: RunConfig) -> None:
+    """`pipeline: sft`: train, and leave the model in the run directory."""
+    with open_session(config) as session:
+        folder = locate(config.model.path)
+        session.start_from(folder)
+        samples = open_samples(config, folder)
+        spec = WorkerSpec(config, folder, plan(config, reference=False))
+        with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+            policy = Policy(ranks, config, total_steps=config.max_steps)
+            fit(policy, samples, config, session.recorder, session)
+            session.finish(policy)
+
+
+def open_samples(config: RunConfig, folder: Path) -> SampleStream:
+    """The training rows as samples. Raises UserError for rows that cannot be used, before anything is launched."""
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    rows = open_rows(config.data.train, config.data, "sft")
+    return SampleStream(rows, tokenizer, config.data, load_eos_ids(folder, tokenizer), config.max_length, config.seed)
+
+
+def fit(policy: Policy, samples: SampleStream, config: RunConfig, recorder: Recorder | None, session: Session | None = None) -> None:
+    """`max_steps` optimizer steps, each on `train.batch_size` fresh samples."""
+    timer = PhaseTimer()
+    for step in range(1, config.max_steps + 1):
+        batch = samples.draw(config.train.batch_size)
+        rate = policy.next_learning_rate
+        with timer.phase("train"):
+            update = policy.step(batch, sft_loss)
+        if session is not None:
+            session.measure(policy)
+            session.checkpoint(policy, step)
+        if recorder is not None:
+            recorder.step(
+                sft_record(
+                    step=step,
+                    tokens_digest=tokens_digest([sample.token_ids.tolist() for sample in batch]),
+                    tokens=sum(len(sample.token_ids) for sample in batch),
+                    update=update_facts([update], rate),
+                    seconds=timer.take(),
+                    peak_bytes=session.peak_bytes if session is not None else 0,
+                )
+            )
