@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.architecture.source import imports, modules
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -50,17 +53,21 @@ def test_every_dependency_has_a_range_that_holds_its_pin(repository: Path) -> No
             assert requirement.specifier.contains(ours[canonicalize_name(requirement.name)]), str(requirement)
 
 
-def test_every_dependency_is_imported_somewhere(repository: Path) -> None:
-    """What nothing imports is not a dependency."""
-    import_names = {"pyyaml": "yaml", "math-verify": "math_verify"}
-    text = "\n".join(path.read_text(encoding="utf-8") for path in (repository / "drumroll").rglob("*.py"))
-    missing = [
-        r.name
-        for r in declared(repository)[""]
-        if not re.search(rf"^\s*(import|from) {import_names.get(r.name.lower(), r.name)}\b", text, re.MULTILINE) and r.name != "tensorboard"
-    ]
-    assert missing == []
-    assert "torch.utils.tensorboard" in text  # the importer of tensorboard
+IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the name of the distribution with underscores
+
+
+def import_name(requirement: Requirement) -> str:
+    name = canonicalize_name(requirement.name)
+    return IMPORT_NAMES.get(name, name.replace("-", "_"))
+
+
+def test_imports_and_dependencies_are_the_same(repository: Path) -> None:
+    """What is imported is declared, in an extra at least; what is declared for everybody is imported."""
+    used = {item.target.split(".")[0] for module in modules() for item in imports(module)} - set(sys.stdlib_module_names) - {"drumroll"}
+    groups = {extra: {import_name(r) for r in requirements} for extra, requirements in declared(repository).items()}
+    assert used - set().union(*groups.values()) == set(), "not declared"
+    through_torch = {"tensorboard"}  # torch.utils.tensorboard
+    assert groups[""] - used - through_torch == set(), "declared and never imported"
 
 
 HOSTS = re.compile(r"https?://\S*(pypi|pythonhosted|npmjs|registry|mirror)|--(extra-)?index-url|--find-links", re.IGNORECASE)
