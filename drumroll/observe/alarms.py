@@ -23,6 +23,7 @@ GAP_GROWTH = 10.0  # times the first steps' gap, once above GAP_FLOOR
 GAP_FLOOR = 1e-3  # nats
 ABSTENTION_SHARE = 0.05  # of rollouts
 SOLVED = 0.9  # of the way from the least reward seen to the greatest
+PAID_FOR = 0.5  # share of the reward missing in the first steps that makes falling entropy, or agreeing groups, a success
 RISE = 0.02  # of that way: less than this in WINDOW steps is no improvement
 
 
@@ -42,8 +43,9 @@ def alarms(history: Sequence[StepRecord]) -> list[Alarm]:
 
 
 def no_variance(history: Sequence[StepRecord]) -> Alarm | None:
+    """Most groups have equal rewards, and not because the task is being solved."""
     share = _recent(history, [record.no_variance_share for record in history])
-    if share is None or share < NO_VARIANCE_SHARE or _progress(history) >= SOLVED:
+    if share is None or share < NO_VARIANCE_SHARE or _paid_for(history):
         return None
     return Alarm(
         "no_variance",
@@ -54,6 +56,7 @@ def no_variance(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def truncation(history: Sequence[StepRecord]) -> Alarm | None:
+    """Many responses are cut at the limit."""
     share = _recent(history, [record.truncated_share for record in history])
     if share is None or share < TRUNCATED_SHARE:
         return None
@@ -66,9 +69,10 @@ def truncation(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def entropy_collapse(history: Sequence[StepRecord]) -> Alarm | None:
+    """Entropy fell without the reward to show for it, and the reward stands still."""
     values = [record.entropy for record in history]
     first, last = _first(values), _recent(history, values)
-    if first is None or last is None or last >= ENTROPY_RATIO * first or _progress(history) >= SOLVED or _rising(history):
+    if first is None or last is None or last >= ENTROPY_RATIO * first or _paid_for(history) or _rising(history):
         return None
     return Alarm(
         "entropy_collapse",
@@ -79,6 +83,7 @@ def entropy_collapse(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def length_drift(history: Sequence[StepRecord]) -> Alarm | None:
+    """Responses are much longer or shorter than at first, without more reward."""
     values = [record.response_tokens_mean for record in history]
     first, last = _first(values), _recent(history, values)
     if first is None or last is None or first <= 0 or 1 / LENGTH_RATIO < last / first < LENGTH_RATIO or _gained(history):
@@ -92,6 +97,7 @@ def length_drift(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def logprob_gap(history: Sequence[StepRecord]) -> Alarm | None:
+    """The sampler's and the trainer's log-probs differ too much, or much more than at first; judged by the last step alone."""
     last = history[-1].logprob_gap_mean
     first = _first([record.logprob_gap_mean for record in history])
     grown = last is not None and first is not None and last > GAP_FLOOR and last > GAP_GROWTH * first
@@ -107,6 +113,7 @@ def logprob_gap(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def abstentions(history: Sequence[StepRecord]) -> Alarm | None:
+    """Too many rollouts have no verdict."""
     recent = history[-WINDOW:]
     total = sum(record.rollouts for record in recent)
     share = sum(record.abstentions for record in recent) / total if total else 0.0
@@ -121,6 +128,7 @@ def abstentions(history: Sequence[StepRecord]) -> Alarm | None:
 
 
 def skipped_steps(history: Sequence[StepRecord]) -> Alarm | None:
+    """An optimizer step was skipped lately."""
     skipped = sum(record.skipped_steps for record in history[-WINDOW:])
     if not skipped:
         return None
@@ -160,11 +168,23 @@ def _spread(history: Sequence[StepRecord]) -> tuple[float, float]:
     return low, high - low
 
 
-def _progress(history: Sequence[StepRecord]) -> float:
-    """Where the recent mean reward lies between the least (0) and the greatest (1) reward seen; 0 when all were equal."""
+def _place(history: Sequence[StepRecord], reward: float | None) -> float:
+    """Where a mean reward lies between the least (0) and the greatest (1) reward seen; 0 when all were equal."""
     low, spread = _spread(history)
-    recent = _recent(history, [record.reward_mean for record in history])
-    return (recent - low) / spread if recent is not None and spread > 0 else 0.0
+    return (reward - low) / spread if reward is not None and spread > 0 else 0.0
+
+
+def _progress(history: Sequence[StepRecord]) -> float:
+    return _place(history, _recent(history, [record.reward_mean for record in history]))
+
+
+def _paid_for(history: Sequence[StepRecord]) -> bool:
+    """The task is nearly solved, or a good part of what was missing in the first steps has been gained since.
+
+    Where one answer is right, entropy and disagreement within groups fall with the share of wrong answers: alone they say nothing.
+    """
+    now, first = _progress(history), _place(history, _first([record.reward_mean for record in history]))
+    return now >= SOLVED or now - first >= PAID_FOR * (1.0 - first)
 
 
 def _rising(history: Sequence[StepRecord]) -> bool:

@@ -101,11 +101,13 @@ class Pace:
         self._recent: deque[StepRecord] = deque(maxlen=RECENT)
 
     def add(self, record: StepRecord) -> None:
+        """Count a step; those of an earlier phase no longer tell the pace."""
         if self._recent and self._recent[-1].phase != record.phase:
             self._recent.clear()
         self._recent.append(record)
 
     def remaining(self) -> float:
+        """Seconds to the last step of the phase under way."""
         if not self._recent:
             return 0.0
         last = self._recent[-1]

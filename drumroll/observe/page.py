@@ -21,8 +21,10 @@ p { margin: 6px 0 12px; max-width: 90ch; }
 .badge { font-size: 13px; font-weight: 600; padding: 2px 10px; border-radius: 99px; border: 1px solid; }
 .badge.good, .tile.good b { color: var(--good); } .badge.bad, .tile.bad b { color: var(--bad); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; margin: 20px 0; }
-.tile, figure, .pair, .alarm, table, details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 14px 16px; } .tile b { display: block; font-size: 21px; white-space: nowrap; } .tile span { color: var(--dim); font-size: 13px; }
+.tile, figure, .pair, .alarm, table, details { background: var(--card); border: 1px solid var(--line);
+  border-radius: 10px; }
+.tile { padding: 14px 16px; } .tile b { display: block; font-size: 21px; white-space: nowrap; }
+.tile span { color: var(--dim); font-size: 13px; }
 figure { margin: 0; padding: 16px 18px 12px; } figure p { color: var(--dim); font-size: 13px; margin: 2px 0 8px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 14px; }
 svg { width: 100%; height: auto; display: block; }

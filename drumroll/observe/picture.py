@@ -31,7 +31,8 @@ def write_picture(path: Path, chart: Chart, title: str) -> None:
     axes.grid(axis="y", color="#e2e8f0")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    if chart.series:
+        axes.legend(frameon=False, loc="lower right")
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png")
     partial.replace(path)

@@ -62,12 +62,13 @@ class _Ends:
     """Rollouts of the least and of the greatest step seen, by prompt."""
 
     def __init__(self) -> None:
-        self.first: dict[tuple[str, int], RolloutRecord] = {}
-        self.last: dict[tuple[str, int], RolloutRecord] = {}
+        self.first: dict[tuple[str, int | None], RolloutRecord] = {}
+        self.last: dict[tuple[str, int | None], RolloutRecord] = {}
         self.first_step = self.last_step = 0
 
     def add(self, rollout: RolloutRecord) -> None:
-        key = (rollout.prompt_id, rollout.group_id)
+        # every evaluation draws the same prompts, under new group ids
+        key = (rollout.prompt_id, rollout.group_id if rollout.phase == "train" else None)
         if not self.first or rollout.step == self.first_step:
             self.first_step = rollout.step
             self.last_step = max(self.last_step, rollout.step)

@@ -150,7 +150,9 @@ def _tooltips(series: Sequence[Series], frame: Frame) -> str:
 
 
 def short(value: float) -> str:
-    """A tick label: 0.25, 1200, 2e-06."""
+    """A tick label: 0.25, 1200, 2e-6."""
     if value == 0 or abs(value) < 1e-12:
         return "0"
-    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
+    if 1e3 <= abs(value) < 1e5:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e3 else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")

@@ -32,6 +32,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
+        """Add the time inside the `with` block to a phase, also when it raises."""
         start = perf_counter()
         try:
             yield
@@ -39,6 +40,7 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
 
     def take(self) -> PhaseSeconds:
+        """Seconds since the last `take` or `restart`, which start from zero again."""
         now = perf_counter()
         taken = PhaseSeconds(**self._seconds, total=now - self._start)
         self.restart()
