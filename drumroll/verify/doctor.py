@@ -82,7 +82,8 @@ def _packages() -> Iterator[Finding]:
     requirements = [Requirement(text) for text in declared]
     for requirement in (r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})):
         yield _package(requirement, "packages", "pip install '{}'")
-    for extra in metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []:
+    extras = metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
+    for extra in (name for name in extras if name not in plugins.names("engines")):  # an engine says itself what it needs
         of_extra = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})]
         results = [_package(r, "extras", "") for r in of_extra]
         lacking = [f"{r.name} ({r.detail})" for r in results if r.state != "ok"]
