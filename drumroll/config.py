@@ -138,10 +138,11 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    fn: str = Field(description="a reward of the package (exact, digits, format, math), module:name, file.py:name, trl:module:name or verl:module:name")
+    fn: str = Field(description="exact, digits, format, math or reasoning_gym, module:name, file.py:name, trl:module:name or verl:module:name")
     weight: float = 1.0
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments bound to the function")
     timeout_s: float = Field(10.0, gt=0, description="wall-clock limit for one sample; a sample over it has no verdict")
+    isolate: bool = Field(True, description="run a user's sync function in killable processes; false: in this process, where no limit can be held")
 
 
 class KLConfig(Section):
