@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "drumroll"
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Import:
     at_import: bool  # runs when the file is imported: neither inside a function nor under `if TYPE_CHECKING`
 
 
-def modules() -> list[Module]:
-    """Every module of the package, sorted by path."""
-    return [_module(path) for path in sorted(PACKAGE.rglob("*.py"))]
+def modules(folder: str = "drumroll") -> list[Module]:
+    """Every module of the package (or of another folder), sorted by path."""
+    return [_module(path) for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def _module(path: Path) -> Module:

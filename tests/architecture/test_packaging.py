@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.architecture.source import imports, modules
+from tests.architecture.source import Module, imports, modules
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -61,13 +61,20 @@ def import_name(requirement: Requirement) -> str:
     return IMPORT_NAMES.get(name, name.replace("-", "_"))
 
 
+def third_party(files: list[Module]) -> set[str]:
+    """Top-level packages that the files import and that are neither Python's nor ours."""
+    used = {item.target.split(".")[0] for module in files for item in imports(module)}
+    return used - set(sys.stdlib_module_names) - {"drumroll", "tests"}
+
+
 def test_imports_and_dependencies_are_the_same(repository: Path) -> None:
     """What is imported is declared, in an extra at least; what is declared for everybody is imported."""
-    used = {item.target.split(".")[0] for module in modules() for item in imports(module)} - set(sys.stdlib_module_names) - {"drumroll"}
+    used = third_party(modules())
     groups = {extra: {import_name(r) for r in requirements} for extra, requirements in declared(repository).items()}
     assert used - set().union(*groups.values()) == set(), "not declared"
     through_torch = {"tensorboard"}  # torch.utils.tensorboard
     assert groups[""] - used - through_torch == set(), "declared and never imported"
+    assert third_party(modules("tests")) - groups[""] - groups["dev"] - {"vllm"} == set(), "a test needs what `dev` does not bring"
 
 
 HOSTS = re.compile(r"https?://\S*(pypi|pythonhosted|npmjs|registry|mirror)|--(extra-)?index-url|--find-links", re.IGNORECASE)
