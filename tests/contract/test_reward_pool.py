@@ -24,7 +24,13 @@ from drumroll.rewards.pool import WorkerPool
 from drumroll.types import Group, Prompt, Rollout
 
 HERE = __file__
-PAIRS = [("72", r"\boxed{72}", 1.0), ("72", r"\boxed{71}", 0.0), ("0.5", r"\boxed{\frac12}", 1.0), ("x+y=3", "2x+y=3", 0.0), (r"\pi/2", "pi/2", 1.0)]
+PAIRS = [
+    ("72", r"\boxed{72}", 1.0),
+    ("72", r"\boxed{71}", 0.0),
+    ("0.5", r"\boxed{\frac12}", 1.0),
+    ("x+y=3", "2x+y=3", 0.0),
+    (r"\pi/2", "pi/2", 1.0),
+]
 LIMIT_S = 1.0
 SLACK_S = 2.0  # the batch may end this long after the limit
 
@@ -79,7 +85,7 @@ def _no_process_left() -> Iterator[None]:
     assert not left, left
 
 
-def warm(rewards: RewardSet, fn: str = "") -> None:
+def warm(rewards: RewardSet) -> None:
     """Wait until the workers have imported what they need: start-up is not what the limits are about."""
     rewards.score(groups(*[("1", "1")] * 8))
 
@@ -103,17 +109,16 @@ def test_case_63_a_batch_of_8_with_one_hang(hang: str) -> None:
 def test_case_63_every_worker_hangs_again_and_again() -> None:
     """More hangs than workers: each costs its limit, shared out over the workers, and the rest is scored."""
     with RewardSet([RewardConfig(fn=f"{HERE}:obey", timeout_s=0.3)], workers=2) as rewards:
-        batch = groups(*[("", "spin"), ("", "go")] * 4)
+        batch = groups(*[("", "spin"), ("", "go")] * 3)
         counts = rewards.score(batch)
-        assert rewards_of(batch) == [None, 1] * 4
-        assert counts.functions[f"{HERE}:obey"].timed_out == 4
+        assert rewards_of(batch) == [None, 1] * 3
+        assert counts.functions[f"{HERE}:obey"].timed_out == 3
 
 
 def test_case_63_maths_that_never_ends() -> None:
-    tower = r"\boxed{7^{7^{7^{7^{7}}}}+1}"
     with RewardSet([RewardConfig(fn="math", timeout_s=3.0)], workers=2) as rewards:
         warm(rewards)
-        batch = groups(*[(gold, response) for gold, response, _ in PAIRS], ("7^{7^{7^{7^{7}}}}", tower))
+        batch = groups(*[(gold, response) for gold, response, _ in PAIRS], ("1", r"\boxed{9^{9^{9^{9}}}}"))
         begin = time.monotonic()
         rewards.score(batch)
         assert time.monotonic() - begin < 3.0 + SLACK_S
@@ -181,7 +186,8 @@ def test_a_worker_that_died_idle_is_replaced_and_no_call_is_blamed() -> None:
         warm(rewards)
         killed = rewards.pids[0]
         os.kill(killed, signal.SIGKILL)
-        psutil.Process(killed).wait(5) if _runs(killed) else None
+        while _runs(killed):
+            time.sleep(0.01)
         assert rewards.score(groups(*[("", "go")] * 8)).without_verdict == 0
         assert killed not in rewards.pids
 
@@ -218,7 +224,6 @@ def scored(text): return [Group(Prompt(0, "", "", [1], {{}}), [Rollout(0, [1], [
 rewards = RewardSet([RewardConfig(fn="{HERE}:obey", timeout_s=0.5)], workers=2)
 rewards.score(scored("go"))
 print(*rewards.pids, flush=True)
-rewards._pool.run  # noqa
 from drumroll.rewards.call import Call
 prompt = Prompt(0, "", "", [1], {{}})
 for worker in rewards._pool._workers[:1]:

@@ -178,7 +178,8 @@ def test_math_has_no_verdict_without_a_gold_answer() -> None:
 
 def test_the_reward_is_the_weighted_sum_and_the_breakdown_says_of_what() -> None:
     groups = [group("12", "1", answer="12"), group("3", answer="3")]
-    with RewardSet([RewardConfig(fn="exact"), RewardConfig(fn="digits", weight=0.5), here("length", weight=-0.1, args={"scale": 2}), here("length", weight=0)]) as rewards:
+    lengths = [here("length", weight=-0.1, args={"scale": 2}), here("length", weight=0)]
+    with RewardSet([RewardConfig(fn="exact"), RewardConfig(fn="digits", weight=0.5), *lengths]) as rewards:
         counts = rewards.score(groups)
     names = ["exact", "digits", f"{HERE}:length", f"{HERE}:length#2"]
     rollouts = [r for g in groups for r in g.rollouts]
@@ -212,7 +213,8 @@ def test_a_failure_on_some_is_counted_and_on_all_ends_the_run(caplog: pytest.Log
         assert [r.reward for r in some[0].rollouts] == [1.0, None, None]
         assert counts.functions[f"{HERE}:abstains_on_empty"] == FunctionCounts(1, 0, 0, failed=2)
         assert "failed on 2 responses" in caplog.text and "could not convert string to float: 'one'" in caplog.text
-    with RewardSet([here("raises")]) as rewards, pytest.raises(RunError, match=r"(?s):raises failed on all 2 responses.*in raises.*ZeroDivisionError: always"):
+    message = r"(?s):raises failed on all 2 responses.*in raises.*ZeroDivisionError: always"
+    with RewardSet([here("raises")]) as rewards, pytest.raises(RunError, match=message):
         rewards.score([group("1", "2")])
 
 
@@ -247,7 +249,8 @@ def test_trl_async_and_wrong_number_of_values() -> None:
     with RewardSet([RewardConfig(fn=f"trl:{HERE}:trl_async")]) as rewards:
         rewards.score(groups)
     assert [r.reward for r in groups[0].rollouts] == [0.0, 1.0]
-    with RewardSet([RewardConfig(fn=f"trl:{HERE}:trl_short", isolate=False)]) as rewards, pytest.raises(RunError, match="expected 2 rewards, one a completion, got 1"):
+    short = RewardConfig(fn=f"trl:{HERE}:trl_short", isolate=False)
+    with RewardSet([short]) as rewards, pytest.raises(RunError, match="expected 2 rewards, one a completion, got 1"):
         rewards.score(groups)
 
 
@@ -268,7 +271,7 @@ def test_rewards_say_which_columns_they_read() -> None:
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [
-        ("exakt", {}, "unknown function 'exakt': expected exact, digits, format, math, reasoning_gym, or module:name, file.py:name; did you mean 'exact'?"),
+        ("exakt", {}, "expected exact, digits, format, math, reasoning_gym, or module:name, file.py:name; did you mean 'exact'?"),
         ("exact", {"colum": "a"}, "got an unexpected keyword argument 'colum'"),
         ("format", {}, "missing a required argument: 'pattern'"),
         ("format", {"pattern": "("}, "pattern '(' is not a regular expression"),
