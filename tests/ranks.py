@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks from a test: hard time-out, the first rank's traceback, no process left behind.
 
 The function must be importable (module level), because it is pickled by name. Ranks are forked from a server that has imported torch
-once, so that starting some costs tenths of a second and not an import of torch each. One call should still run several checks.
+and transformers once, so that starting some costs tenths of a second and not an import each. One call should still run several checks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+# Seconds each, and imported lazily by what the ranks run: the server that ranks are forked from does it once.
+SLOW_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 class RankFailure(AssertionError):
@@ -38,7 +47,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     that were still running after `timeout` seconds (their stacks are on stderr). In every case all processes are gone on return.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"])
+    context.set_forkserver_preload(list(SLOW_IMPORTS))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
@@ -105,12 +114,9 @@ def _rank_main(
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        try:
-            result = fn(rank, world_size, *args)
-        finally:
-            dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(result))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it
+        pipe.send_bytes(pickle.dumps(fn(rank, world_size, *args)))
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it, before the peers lose their connection
         text = f"rank {rank}: {error!r}\n{''.join(traceback.format_exception(error))}"
         with contextlib.suppress(OSError):
             pipe.send_bytes(pickle.dumps(_Failed(time.monotonic(), text)))

@@ -1,0 +1,338 @@
+"""What backends hold, hand out, save and skip. Failure cases 15, 17 and 38, and the export side of 46 and 51."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drumroll.backends import engine as engine_module
+from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.digest import digest
+from drumroll.errors import RunError
+from drumroll.packing import collate, denominators
+from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
+from tests.contract import backend_runs as runs
+from tests.ranks import run_ranks
+
+LAYOUTS = (("single", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: runs.write_model(root / name, "llama", name == "tied") for name in ("tied", "untied")}
+
+
+def start_training(rank: int, ranks: int, name: str, options: dict[str, Any], spec: ModelSpec, steps: int) -> Any:
+    """A backend that has done `steps` steps and holds gradients of the next."""
+    samples = runs.make_samples(4)
+    backend = runs.start(rank, ranks, name, options, spec, OptimSpec(weight_decay=0.01))
+    micro = collate(samples[rank::ranks])
+    for step in range(steps + 1):
+        backend.forward_backward(micro, runs.loss_fn, denominators(samples), last=True)
+        if step < steps:
+            backend.step(runs.LR)
+    return backend
+
+
+# --- weights and digests
+
+
+def export(rank: int, ranks: int, name: str, folders: dict[str, Path]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for model, folder in folders.items():
+        backend = runs.start(rank, ranks, name, {}, ModelSpec(str(folder)), OptimSpec())
+        engine_module.BUCKET_BYTES = 20_000  # several buckets even of so small a model
+        found[model] = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            buckets = [[(key, tensor.clone()) for key, tensor in bucket] for bucket in backend.weights(dtype)]
+            found[model][dtype] = (buckets, backend.digests(dtype))
+    return found
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*LAYOUTS, ("fsdp2", 3)])
+def test_weights_and_digests(name: str, ranks: int, folders: dict[str, Path]) -> None:
+    """Every name of the file once, the tied head under the embedding's; values and digests bit-equal to the file's, cast."""
+    for found in run_ranks(export, ranks, name, folders):
+        for model, folder in folders.items():
+            expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+            for dtype, (buckets, digests) in found[model].items():
+                names = [key for bucket in buckets for key, _ in bucket]
+                assert len(buckets) >= 3
+                assert sorted(names) == sorted(expected) == sorted(digests)
+                for bucket in buckets:
+                    assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 20_000
+                    assert all(torch.equal(tensor, expected[key].to(dtype)) for key, tensor in bucket)
+                assert all(digests[key] == digest(tensor.to(dtype)) for key, tensor in expected.items())
+
+
+# --- checkpoints
+
+
+def save(rank: int, ranks: int, name: str, folder: Path, directory: Path, steps: int) -> None:
+    start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps).save(directory)
+
+
+def load_and_save(rank: int, ranks: int, name: str, folder: Path, source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Into a backend that has other values, and gradients set: case 38."""
+    backend = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=1)
+    backend.load(source)
+    backend.save(target)
+    frozen = runs.start(rank, ranks, name, {}, ModelSpec(str(folder)), None)
+    frozen.load(source)
+    return runs.full_weights(frozen)
+
+
+@pytest.mark.parametrize(
+    ("steps", "route"), [(0, (("fsdp2", 2), ("single", 1))), (2, (("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("single", 1)))]
+)
+def test_state_travels_between_backends_bit_equal(
+    steps: int, route: tuple[tuple[str, int], ...], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """From `single` along the route, loaded and saved at each place; also the state from before the first step."""
+    run_ranks(save, 1, "single", folders["tied"], tmp_path / "0", steps)
+    first = runs.read_checkpoint(tmp_path / "0")
+    assert int(first["optimizer.step"]) == steps
+    moments = [name for name in first if name.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert len(moments) == 2 * sum(name.startswith("model.") for name in first)
+    assert all(first[name].dtype == torch.float32 and bool(first[name].any()) == (steps > 0) for name in moments)
+    for index, (name, ranks) in enumerate(route):
+        source, target = tmp_path / str(index), tmp_path / str(index + 1)
+        for forward_only in run_ranks(load_and_save, ranks, name, folders["tied"], source, target):
+            assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in forward_only.items())
+        again = runs.read_checkpoint(target)
+        assert again.keys() == first.keys()
+        assert all(torch.equal(again[key], first[key]) for key in first)
+
+
+def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> tuple[dict[str, torch.Tensor], ...]:
+    """Weights after 3 steps on end, and after 2 steps, a restart from disk and 1 step."""
+    straight = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=3)
+    saved = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2)
+    saved.save(directory)
+    resumed = runs.start(rank, ranks, name, {}, ModelSpec(str(folder)), OptimSpec(weight_decay=0.01))
+    resumed.load(directory)
+    samples = runs.make_samples(4)
+    resumed.forward_backward(collate(samples[rank::ranks]), runs.loss_fn, denominators(samples), last=True)
+    resumed.step(runs.LR)
+    return runs.full_weights(straight), runs.full_weights(resumed)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_training_goes_on_bit_equal_after_loading(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(resume, ranks, name, folders["untied"], tmp_path / "state"):
+        assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
+
+
+def load_wrongly(rank: int, ranks: int, folders: dict[str, Path], root: Path) -> list[str]:
+    start_training(rank, ranks, "fsdp2", {}, ModelSpec(str(folders["untied"])), steps=1).save(root / "all")
+    runs.start(rank, ranks, "fsdp2", {}, ModelSpec(str(folders["untied"])), None).save(root / "forward-only")
+    messages = []
+    for spec, source in (
+        (ModelSpec(str(folders["tied"])), "all"),
+        (ModelSpec(str(folders["untied"]), trainable=("norm",)), "all"),
+        (ModelSpec(str(folders["untied"])), "forward-only"),
+        (ModelSpec(str(folders["untied"])), "nowhere"),
+        (ModelSpec(str(folders["other shape"])), "all"),
+    ):
+        backend = runs.start(rank, ranks, "fsdp2", {}, spec, OptimSpec())
+        with pytest.raises(RunError) as caught:
+            backend.load(root / source)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_checkpoint_of_something_else_is_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = runs.write_model(tmp_path / "other", "llama", tied=False, vocab=68)
+    for tied, frozen, forward_only, nowhere, shape in run_ranks(load_wrongly, 2, {**folders, "other shape": other}, tmp_path):
+        assert "only in it" in tied
+        assert "lm_head.weight" in tied
+        assert "optimizer.model.embed_tokens.weight.exp_avg" in frozen
+        assert "missing in the checkpoint" in forward_only
+        assert "43 (optimizer." in forward_only  # two moments of 21 parameters, and the step
+        assert "not a checkpoint" in nowhere
+        assert "(67, 32), expected torch.float32 (68, 32)" in shape
+
+
+# --- memory
+
+
+def measure(rank: int, ranks: int, name: str, options: dict[str, Any], folder: Path) -> dict[str, dict[str, int]]:
+    samples = runs.make_samples(4)
+    micro, counts = collate(samples[rank::ranks]), denominators(samples)
+    backend = runs.start(rank, ranks, name, options, ModelSpec(str(folder)), OptimSpec())
+    found = {"start": backend.memory()}
+    backend.logprobs(micro)
+    found["scored"] = backend.memory()
+    backend.forward_backward(micro, runs.loss_fn, counts, last=False)
+    found["one of two"] = backend.memory()
+    backend.forward_backward(micro, runs.loss_fn, counts, last=True)
+    found["both"] = backend.memory()
+    found["inside"] = {}
+
+    def loss_that_looks(outputs: TokenOutputs, micro: MicroBatch, counts: Denominators) -> LossOutput:
+        found["inside"] = backend.memory()
+        return runs.loss_fn(outputs, micro, counts)
+
+    backend.forward_backward(micro, loss_that_looks, counts, last=True)
+    backend.step(runs.LR)
+    found["stepped"] = backend.memory()
+    forward_only = runs.start(rank, ranks, name, options, ModelSpec(str(folder)), None)
+    forward_only.logprobs(micro)
+    found["forward-only"] = forward_only.memory()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ranks"),
+    [
+        ("single", {}, 1),
+        ("ddp", {}, 2),
+        ("fsdp2", {}, 2),
+        ("fsdp2", {"grad_sync": "last"}, 2),
+        ("fsdp2", {"reshard_after_forward": False}, 2),
+    ],
+)
+def test_memory_by_kind(name: str, options: dict[str, Any], ranks: int, folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["untied"])
+    whole = sum(4 * parameter.numel() for parameter in model.parameters())
+    root = sum(4 * p.numel() for key, p in model.named_parameters() if ".layers." not in key)
+    blocks = whole - root
+    share = whole / ranks if name == "fsdp2" else whole
+    slack = 1.02 if name == "fsdp2" else 1.0  # rows that do not divide are padded
+    for found in run_ranks(measure, ranks, name, options, folders["untied"]):
+        for phase in found.values():
+            assert share / slack <= phase["parameter"] <= share * slack
+            assert phase["other"] == sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+        assert share / slack * 2 <= found["stepped"]["optimizer"] <= share * slack * 2
+        assert found["start"]["optimizer"] == found["stepped"]["optimizer"]
+        assert share / slack <= found["both"]["gradient"] <= share * slack
+        assert found["stepped"]["gradient"] == (whole if name == "ddp" else 0)
+        assert found["forward-only"]["gradient"] == found["forward-only"]["optimizer"] == 0
+        outside = [found[phase]["unsharded"] for phase in ("start", "scored", "both", "stepped", "forward-only")]
+        assert outside == [0] * 5
+        if name != "fsdp2":
+            assert found["inside"]["unsharded"] == 0
+        elif options.get("reshard_after_forward", True):
+            assert root <= found["inside"]["unsharded"] <= root * 1.02
+        else:
+            assert whole <= found["inside"]["unsharded"] <= whole * 1.02
+        assert found["one of two"]["unsharded"] == (whole if options.get("grad_sync") == "last" else 0)
+        assert blocks > 0
+
+
+# --- precision and non-finite steps
+
+
+def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing: bool) -> dict[str, Any]:
+    samples = runs.make_samples(4)
+    spec = ModelSpec(str(folder), compute_dtype=torch.bfloat16, checkpointing=checkpointing)
+    backend: Any = runs.start(rank, ranks, name, {}, spec, OptimSpec(max_grad_norm=0.0))
+    before = runs.full_weights(backend)
+    micro = collate(samples[rank::ranks])
+    moved_by: dict[str, torch.Tensor] = {key: torch.zeros_like(tensor, dtype=torch.bool) for key, tensor in before.items()}
+    first: dict[str, torch.Tensor] = {}
+    for _ in range(10):
+        backend.forward_backward(micro, runs.loss_fn, denominators(samples), last=True)
+        for key, gradient in backend.gradients():
+            assert gradient.dtype == torch.float32
+            moved_by[key] |= gradient != 0
+            first.setdefault(key, gradient.clone())
+        backend.step(1e-6)
+    after = runs.full_weights(backend)
+    return {
+        "moved": sum(int((after[key] != before[key])[moved_by[key]].sum()) for key in before),
+        "with gradient": sum(int(mask.sum()) for mask in moved_by.values()),
+        "moments": {tensor.dtype for tensor in (*backend._adamw.exp_avg.values(), *backend._adamw.exp_avg_sq.values())},
+        "stored": {parameter.dtype for parameter in backend._scorer.parameters()},
+        "gradients": first,
+        "logprobs": backend.logprobs(micro).logprobs.dtype,
+    }
+
+
+def test_small_steps_in_bf16_move_every_weight(folders: dict[str, Path]) -> None:
+    """Case 15: stored parameters, gradients and moments are fp32, and steps of 1e-6 are not rounded away."""
+    layouts = (("single", 1, False), ("single", 1, True), ("ddp", 2, True), ("fsdp2", 2, True))
+    results = [run_ranks(train_in_bf16, ranks, name, folders["tied"], checkpointing) for name, ranks, checkpointing in layouts]
+    reference = results[0][0]["gradients"]
+    for found in (rank for ranks in results for rank in ranks):
+        assert found["with gradient"] > 20_000
+        assert found["moved"] == found["with gradient"]
+        assert found["moments"] == found["stored"] == {torch.float32}
+        assert found["logprobs"] == torch.float32
+        assert max(runs.relative(found["gradients"][key], reference[key]) for key in reference) < 0.05
+
+
+def skip(rank: int, ranks: int, name: str, folder: Path, root: Path) -> dict[str, Any]:
+    backend: Any = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=1)
+    backend.save(root / "before")
+    if rank == ranks - 1:
+        backend._placement.piece(backend._trainable["model.norm.weight"].grad)[0] = math.nan
+    skipped = backend.step(runs.LR)
+    backend.save(root / "after")
+    samples = runs.make_samples(4)
+    backend.forward_backward(collate(samples[rank::ranks]), runs.loss_fn, denominators(samples), last=True)
+    return {"skipped": skipped, "next": backend.step(runs.LR), "weights": runs.full_weights(backend)}
+
+
+def two_steps(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    return runs.full_weights(start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_non_finite_gradient_on_one_rank_skips_on_all(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Case 17: parameters and moments bit-equal to before, and the next step as if nothing had been."""
+    found = run_ranks(skip, ranks, name, folders["tied"], tmp_path)
+    assert all(rank["skipped"].skipped and rank["skipped"].grad_norm == math.inf for rank in found)
+    before, after = runs.read_checkpoint(tmp_path / "before"), runs.read_checkpoint(tmp_path / "after")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    assert not any(rank["next"].skipped for rank in found)
+    for rank, expected in zip(found, run_ranks(two_steps, ranks, name, folders["tied"]), strict=True):
+        assert all(torch.equal(rank["weights"][key], tensor) for key, tensor in expected.items())
+
+
+# --- refusals
+
+
+def misuse(rank: int, ranks: int, name: str, folders: dict[str, Path]) -> dict[str, str]:
+    samples = runs.make_samples(4)
+    micro, counts = collate(samples), denominators(samples)
+    found = {}
+    forward_only = runs.start(rank, ranks, name, {}, ModelSpec(str(folders["tied"])), None)
+    with pytest.raises(RunError) as caught:
+        forward_only.forward_backward(micro, runs.loss_fn, counts, last=True)
+    found["train forward-only"] = str(caught.value)
+    with pytest.raises(RunError) as caught:
+        forward_only.step(1e-3)
+    found["step forward-only"] = str(caught.value)
+    forward_only.close()
+    with pytest.raises(RunError) as caught:
+        runs.start(rank, ranks, name, {}, ModelSpec(str(folders["tied"])), OptimSpec()).step(1e-3)
+    found["no gradient"] = str(caught.value)
+    return found
+
+
+def replicas_differ(rank: int, ranks: int, folders: list[Path]) -> str:
+    with pytest.raises(RunError) as caught:
+        runs.start(rank, ranks, "ddp", {}, ModelSpec(str(folders[rank])), OptimSpec())
+    return str(caught.value)
+
+
+def test_misuse_is_refused_in_words(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("ddp", "fsdp2"):
+        for found in run_ranks(misuse, 2, name, folders):
+            assert "forward-only" in found["train forward-only"]
+            assert "forward-only" in found["step forward-only"]
+            assert "got no gradient since the last step" in found["no gradient"]
+    model = AutoModelForCausalLM.from_pretrained(folders["tied"])
+    model.model.norm.weight.data[3] += 1e-6
+    model.save_pretrained(tmp_path)
+    for message in run_ranks(replicas_differ, 2, [folders["tied"], tmp_path]):
+        assert message.startswith("1 of ")
+        assert "model.norm.weight" in message
