@@ -7,7 +7,6 @@ empty lists and carry zero weight.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,20 +14,27 @@ import torch
 
 from drumroll.types import Denominators, MicroBatch, TrainSample
 
+# A pass through the model costs, beside its tokens, about this part of a full one: what keeps rounds from becoming too short.
+_PASS = 32
+
 
 def pack(lengths: Sequence[int], ranks: int, cap: int) -> list[list[list[int]]]:
     """`plan[rank][micro]` = sample indices, longest first.
 
     lengths: tokens of each sample; cap: most tokens of a micro-batch as rows see it, rows x longest. A single sample longer than `cap`
-    makes a micro-batch of its own. Samples go longest first to the rank with the fewest tokens so far (LPT, Graham 1969); a rank cuts its
-    sorted share greedily.
+    makes a micro-batch of its own. Samples sorted by length are cut into rounds, one micro-batch a rank, where padding and passes cost
+    least; a round is dealt out like cards, so that its micro-batches have the same rows (or one fewer) of nearly the same lengths: ranks
+    that wait for one another in every pass wait little.
     """
     if ranks < 1 or cap < 1:
         raise ValueError(f"expected ranks >= 1 and cap >= 1, got ranks={ranks}, cap={cap}")
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    plan = [_cut(share, lengths, cap) for share in _deal(order, lengths, ranks)]
-    passes = max(len(micros) for micros in plan)
-    return [micros + [[] for _ in range(passes - len(micros))] for micros in plan]
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for number, (start, end) in enumerate(_cut(np.array([lengths[index] for index in order], dtype=np.int64), ranks, cap)):
+        for rank in range(ranks):
+            seat = rank if number % 2 == 0 else ranks - 1 - rank  # the first seat has the longest sample: take turns
+            plan[rank].append(order[start + seat : end : ranks])
+    return plan
 
 
 def padded_cost(micro: Sequence[int], lengths: Sequence[int]) -> int:
@@ -72,25 +78,25 @@ def collate(samples: Sequence[TrainSample], device: torch.device | str = "cpu") 
     )
 
 
-def _deal(order: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, 0, rank) for rank in range(ranks)]  # (tokens, samples, rank): ties go to the lowest rank
-    for index in order:
-        tokens, count, rank = loads[0]
-        shares[rank].append(index)
-        heapq.heapreplace(loads, (tokens + lengths[index], count + 1, rank))
-    return shares
+def _cut(tokens: np.ndarray, ranks: int, cap: int) -> list[tuple[int, int]]:
+    """Rounds [start, end) of lengths sorted longest first that cost least: padded tokens of a rank, and cap / _PASS a round.
 
-
-def _cut(share: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Runs of a share sorted longest first, each with rows x longest <= cap."""
-    micros: list[list[int]] = []
-    for index in share:
-        if micros and (len(micros[-1]) + 1) * lengths[micros[-1][0]] <= cap:
-            micros[-1].append(index)
-        else:
-            micros.append([index])
-    return micros
+    Exact, by dynamic programming over where the last round starts; the first of equal choices.
+    """
+    best = np.zeros(len(tokens) + 1, dtype=np.int64)  # best[end]: least cost of the first `end` samples
+    start_of = np.zeros(len(tokens) + 1, dtype=np.int64)
+    for end in range(1, len(tokens) + 1):
+        # Lengths grow to the left, so no round within the cap that ends here has more rows than its shortest sample allows.
+        starts = np.arange(max(0, end - ranks * max(1, cap // int(tokens[end - 1]))), end)
+        rows = -((starts - end) // ranks)
+        padded = rows * tokens[starts]
+        costs = np.where((padded <= cap) | (rows == 1), best[starts] + padded, np.iinfo(np.int64).max // 2)
+        choice = int(costs.argmin())
+        best[end], start_of[end] = costs[choice] + cap // _PASS, starts[choice]
+    cuts = [len(tokens)]
+    while cuts[-1] > 0:
+        cuts.append(int(start_of[cuts[-1]]))
+    return [(start, end) for end, start in zip(cuts, cuts[1:], strict=False)][::-1]
 
 
 def _tensor(parts: Sequence[np.ndarray], dtype: type[np.generic], device: torch.device | str) -> torch.Tensor:

@@ -59,17 +59,16 @@ class _Head(torch.autograd.Function):
         entropy_N = torch.empty_like(logprobs_N) if entropy else logprobs_N.new_zeros(0)
         for rows in _chunks(hidden_NH, weight_VH, accurate):
             scaled_CV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, temperature, accurate)
-            logprobs_N[rows] = scaled_CV.gather(1, targets_N[rows, None]).squeeze(1)
             top_C1 = scaled_CV.amax(dim=1, keepdim=True)
+            shifted_CV = scaled_CV.sub_(top_C1)
+            target_C = shifted_CV.gather(1, targets_N[rows, None]).squeeze(1)
+            p_CV = shifted_CV.exp() if entropy else shifted_CV.exp_()
+            sum_C = p_CV.sum(dim=1)
+            log_sum_C = sum_C.log()
+            logprobs_N[rows] = target_C - log_sum_C
+            partition_N[rows] = top_C1.squeeze(1) + log_sum_C
             if entropy:
-                shifted_CV = scaled_CV - top_C1
-                p_CV = shifted_CV.exp()
-                sum_C = p_CV.sum(dim=1)
-                partition_N[rows] = sum_C.log() + top_C1.squeeze(1)
-                entropy_N[rows] = sum_C.log() - p_CV.mul_(shifted_CV).sum(dim=1) / sum_C
-            else:
-                partition_N[rows] = scaled_CV.sub_(top_C1).exp_().sum(dim=1).log() + top_C1.squeeze(1)
-        logprobs_N -= partition_N
+                entropy_N[rows] = log_sum_C - p_CV.mul_(shifted_CV).sum(dim=1) / sum_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, partition_N, entropy_N)
         ctx.temperature = temperature
         ctx.with_entropy = entropy

@@ -28,7 +28,7 @@ class Laid:
     position_ids_BL: torch.Tensor  # int64 [1, L] for rows (the same for all), [1, L] for a packed row
     index_N: torch.Tensor  # int64: into the flattened [B * L] hidden states
     targets_N: torch.Tensor  # int64: token ids
-    n_targets: int  # how many are real: a fill-in computes one and keeps none
+    fill_in: bool = False  # one dummy target is computed and none kept
 
 
 def choose(layout: str, attention: str) -> Layout:
@@ -64,11 +64,10 @@ def lay_out(micro: MicroBatch, layout: Layout) -> Laid:
         position_ids_BL=torch.from_numpy(positions).to(device),
         index_N=micro.target_positions + torch.repeat_interleave(shift, micro.target_lengths, output_size=n_targets),
         targets_N=micro.token_ids[micro.target_positions],
-        n_targets=n_targets,
     )
 
 
 def _fill_in(device: torch.device) -> Laid:
     """One dummy token and target, so that a rank without work still touches every parameter and its collectives match."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return Laid(zeros, zeros, zeros[0], zeros[0], n_targets=0)
+    return Laid(zeros, zeros, zeros[0], zeros[0], fill_in=True)

@@ -97,7 +97,9 @@ class Scorer(nn.Module):
             self.temperature,
             entropy,
         )
-        return logprobs_N[: laid.n_targets], None if entropy_N is None else entropy_N[: laid.n_targets]
+        if laid.fill_in:  # a clone, because hooks on outputs (FSDP2's) do not survive in-place operations on views
+            return logprobs_N[:0].clone(), None if entropy_N is None else entropy_N[:0].clone()
+        return logprobs_N, entropy_N
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.
