@@ -11,9 +11,10 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -72,24 +73,24 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = open(path, "ab+")  # noqa: SIM115 - closed by close()
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - closed by close(); unbuffered: nothing is left to write after a failure
         _heal(self._file)
 
     def write(self, value: Any) -> None:
         self.write_all((value,))
 
     def write_all(self, values: Iterable[Any]) -> None:
-        """Append several lines with one write. Raises RunError when the disk refuses."""
-        block = "".join(dumps(value) + "\n" for value in values).encode("utf-8")
+        """Append several lines with one write. Raises RunError when the disk refuses, and closes the file."""
+        block = memoryview("".join(dumps(value) + "\n" for value in values).encode("utf-8"))
         try:
-            self._file.write(block)
-            self._file.flush()
+            while block:
+                block = block[self._file.write(block) :]
         except OSError as error:
+            self._file.close()
             raise RunError(f"{self.path}: cannot append to it: {error}; free the disk, then resume the run") from error
 
     def sync(self) -> None:
         """Wait until everything is on the disk: a power cut after this loses nothing."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class JsonlWriter:
         self.close()
 
 
-def _heal(file: BinaryIO) -> None:
+def _heal(file: FileIO) -> None:
     """End the file with a whole line: cut a torn one off, end a complete one that lacks only its newline."""
     size = file.seek(0, os.SEEK_END)
     start, tail = size, b""
@@ -120,7 +121,6 @@ def _heal(file: BinaryIO) -> None:
         file.write(b"\n")
     else:
         file.truncate(size - len(last))
-    file.flush()
 
 
 def _is_object(line: bytes) -> bool:

@@ -116,6 +116,5 @@ def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_run_and_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.symlink_to("/dev/full")
-    writer = JsonlWriter(path)
-    with pytest.raises(RunError, match=r"m\.jsonl: cannot append to it: .*No space left"):
-        writer.write({"step": 1})
+    with pytest.raises(RunError, match=r"m\.jsonl: cannot append to it: .*No space left"), JsonlWriter(path) as writer:
+        writer.write({"step": 1})  # and closing the file afterwards does not hide this
