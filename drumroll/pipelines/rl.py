@@ -66,21 +66,34 @@ def loop(
         evaluate.record(session.recorder, evaluator, 0, policy.version)
     timer.restart()
     for step in range(1, config.max_steps + 1):
-        version = policy.version
-        groups = collect(prompts, rollouter, algorithm, config.rollout.prompts_per_step, sampled_with)
-        with timer.phase("logprobs"):
-            samples = score(from_groups(groups), policy, algorithm)
-        samples = with_advantages(samples, groups, algorithm, sampled_with.max_tokens)
-        rate = policy.next_learning_rate
-        with timer.phase("train"):
-            updates = update(policy, samples, algorithm)
-        session.push(policy)
-        session.measure(policy)
-        record(session, step, version, groups, samples, updates, rate)
+        take_step(session, algorithm, policy, prompts, rollouter, sampled_with, step)
         session.checkpoint(policy, step)
         if evaluator is not None and (step == config.max_steps or (config.eval.every and step % config.eval.every == 0)):
             evaluate.record(session.recorder, evaluator, step, policy.version)
             timer.restart()
+
+
+def take_step(
+    session: Session,
+    algorithm: Algorithm,
+    policy: Policy,
+    prompts: PromptStream,
+    rollouter: Rollouter,
+    sampled_with: SamplingParams,
+    step: int,
+) -> None:
+    """One step of the loop: sample, judge, train, send the new weights, write everything down."""
+    timer, version = session.timer, policy.version
+    groups = collect(prompts, rollouter, algorithm, session.config.rollout.prompts_per_step, sampled_with)
+    with timer.phase("logprobs"):
+        samples = score(from_groups(groups), policy, algorithm)
+    samples = with_advantages(samples, groups, algorithm, sampled_with.max_tokens)
+    rate = policy.next_learning_rate
+    with timer.phase("train"):
+        updates = update(policy, samples, algorithm)
+    session.push(policy)
+    session.measure(policy)
+    record(session, step, version, groups, samples, updates, rate)
 
 
 def open_prompts(config: RunConfig, folder: Path) -> tuple[PromptStream, SamplingParams]:
