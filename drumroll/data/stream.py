@@ -110,6 +110,7 @@ class PromptStream:
             prompt_ids(tokenizer, row, data)  # a row that the template refuses is met now, not in the middle of a run
 
     def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
         before = self._stream.cursor.left_out
         prompts = [self._stream.next_of(self._prompt) for _ in range(count)]
         if before == 0 < self._stream.cursor.left_out:
@@ -139,6 +140,7 @@ class SampleStream:
             sft_sample(tokenizer, row, data, self._eos, max_length)
 
     def draw(self, count: int) -> list[TrainSample]:
+        """The next `count` samples."""
         before = self._stream.cursor
         samples = [self._stream.next_of(self._sample) for _ in range(count)]
         now = self._stream.cursor

@@ -31,6 +31,7 @@ class Sort(Section):
     digits: Positive = Field(6, description="length of the string of digits")
 
     def make(self, random: Random) -> Columns:
+        """One row: prompt, completion and answer, and what the class adds."""
         text = "".join(random.choices("0123456789", k=self.digits))
         return _row(f"sort {text}:", "".join(sorted(text)))
 
@@ -41,6 +42,7 @@ class Larger(Section):
     digits: int = Field(2, ge=1, le=18, description="both numbers are drawn evenly from 0 to 10^digits - 1")
 
     def make(self, random: Random) -> Columns:
+        """One row: prompt, completion and answer, and what the class adds."""
         a, b = random.sample(range(10**self.digits), 2)
         return {**_row(f"larger {a} {b}:", str(max(a, b))), "a": str(a), "b": str(b)}
 
@@ -51,6 +53,7 @@ class Reverse(Section):
     length: Positive = Field(5, description="letters of the word")
 
     def make(self, random: Random) -> Columns:
+        """One row: prompt, completion and answer, and what the class adds."""
         text = "".join(random.choices(LETTERS, k=self.length))
         return _row(f"reverse {text}:", text[::-1])
 

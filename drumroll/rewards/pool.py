@@ -50,6 +50,7 @@ class Worker:
         return self._process.pid
 
     def assign(self, index: int, call: Call) -> None:
+        """Send a call; the worker has until `deadline` to answer."""
         self.call = index
         self.deadline = time.monotonic() + call.limit_s
         self.connection.send(call)

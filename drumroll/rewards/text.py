@@ -33,5 +33,6 @@ def gold(prompt: Prompt, column: str, after: str | None) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
+    """The last number in the text, thousands separators removed; None when there is none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None

@@ -17,6 +17,7 @@ from drumroll.rewards.lookup import resolve
 
 
 def main(descriptor: int) -> None:
+    """Serve calls that arrive on an inherited pipe until it closes; a call that outlives its limit ends the process."""
     # With the default action the kernel ends the process whatever it is doing: an orphan that spins does not outlive its limit by much.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     connection = Connection(descriptor)

@@ -9,6 +9,7 @@ from drumroll.engines.base import SamplingParams
 
 
 def training(config: RunConfig, eos_ids: Sequence[int]) -> SamplingParams:
+    """The distribution of `rollout.*`: what is trained on."""
     rollout = config.rollout
     return SamplingParams(
         max_tokens=rollout.max_tokens,
