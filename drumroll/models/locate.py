@@ -9,16 +9,21 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from drumroll import env
 from drumroll.errors import UserError
-from drumroll.models import builtin
+from drumroll.models import builtin, download
 
 _BUILTIN = "builtin:"
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def locate(path: str) -> Path:
-    """A local folder as it is, `builtin:NAME` made in the cache, or a hub id downloaded. Raises UserError when there is no such model."""
+    """A local folder as it is, `builtin:NAME` made in the cache, a fetched model by its name, or a hub id downloaded.
+
+    Raises UserError when there is no such model.
+    """
     if path.startswith(_BUILTIN):
         return builtin.folder(path.removeprefix(_BUILTIN), env.read().cache)
+    if path in download.MODELS:
+        return download.folder(path, env.read().cache)
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -29,5 +34,5 @@ def locate(path: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"model {path}: no such folder, and the hub did not give it ({type(error).__name__}: {error}); "
-            f"expected a HF model folder, a hub id, or builtin:NAME with NAME one of {', '.join(builtin.SPECS)}"
+            "expected a HF model folder, a hub id, or a name from `drumroll model list`"
         ) from error
