@@ -8,6 +8,7 @@ empty lists and carry zero weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def _cut(tokens: np.ndarray, ranks: int, cap: int) -> list[tuple[int, int]]:
     cuts = [len(tokens)]
     while cuts[-1] > 0:
         cuts.append(int(start_of[cuts[-1]]))
-    return [(start, end) for end, start in zip(cuts, cuts[1:], strict=False)][::-1]
+    return [(start, end) for end, start in pairwise(cuts)][::-1]
 
 
 def _tensor(parts: Sequence[np.ndarray], dtype: type[np.generic], device: torch.device | str) -> torch.Tensor:

@@ -55,7 +55,7 @@ def select_trainable(hf: PreTrainedModel, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         if not any(re.search(pattern, name) for aliases in names.values() for name in aliases):
             some = ", ".join(aliases[0] for aliases in list(names.values())[:4])
-            raise UserError(f"model.trainable: {pattern!r} matches no parameter of {type(hf).__name__}; names look like {some}, ...")
+            raise UserError(f"model.trainable: '{pattern}' matches no parameter of {type(hf).__name__}; names look like {some}, ...")
     for parameter, aliases in names.items():
         parameter.requires_grad_(not patterns or any(re.search(pattern, name) for pattern in patterns for name in aliases))
 

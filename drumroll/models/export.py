@@ -31,7 +31,7 @@ def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes:
 
     Tied weights have one key, the embedding's. A file takes at most `shard_bytes` of tensors (or one larger tensor), and one file's tensors
     are held at a time. Persistent buffers, which do not train, are those of `source`. Raises RunError when the names are not exactly those
-    of the parameters that `source/config.json` describes, or when dtypes are mixed.
+    of the parameters that `source/config.json` describes, each once, or when dtypes are mixed.
     """
     parameters, buffers = _expected_names(source)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,21 +57,25 @@ def _expected_names(source: Path) -> tuple[set[str], set[str]]:
 
 def _write_tensors(folder: Path, buckets: Iterable[Bucket], shard_bytes: int) -> tuple[set[str], torch.dtype]:
     """Numbered files in `folder`; gives back the names written and their dtype."""
-    names: list[str] = []
+    names: set[str] = set()
     dtypes: set[torch.dtype] = set()
     for number, tensors in enumerate(_shards(buckets, shard_bytes)):
-        names += tensors
+        names |= tensors.keys()
         dtypes |= {tensor.dtype for tensor in tensors.values()}
         save_file(tensors, folder / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
-    if len(names) != len(set(names)) or len(dtypes) != 1:
-        raise RunError(f"export: expected each name once and one dtype; got {len(names)} tensors with {len(set(names))} names in {dtypes}")
-    return set(names), dtypes.pop()
+    if len(dtypes) != 1:
+        raise RunError(f"export: expected tensors of one dtype, got {sorted(map(str, dtypes))}")
+    return names, dtypes.pop()
 
 
 def _shards(buckets: Iterable[Bucket], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
+    seen: set[str] = set()
     for name, tensor in (pair for bucket in buckets for pair in bucket):
+        if name in seen:
+            raise RunError(f"export: {name!r} came twice; expected each name once, a tied weight under its embedding's name")
+        seen.add(name)
         if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
