@@ -78,7 +78,7 @@ def test_locate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("path", "message"),
     [
         ("builtin:llama-0.8", "did you mean 'llama-0.8m'"),
-        ("nobody/no-such-model", r"nobody/no-such-model: no such folder, and the hub did not give it .*builtin:NAME"),
+        ("nobody/no-such-model", r"nobody/no-such-model: no such folder, and the hub did not give it .*drumroll model list"),
         ("not a/valid/id", "no such folder"),
         ("./nowhere", "no such folder"),
     ],
