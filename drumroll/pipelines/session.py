@@ -21,6 +21,7 @@ from drumroll import config as configs
 from drumroll.checkpoint.store import CheckpointStore, DriverState
 from drumroll.config import RunConfig, WarmupConfig
 from drumroll.errors import UserError
+from drumroll.observe.closing import closing
 from drumroll.observe.console import console_sink
 from drumroll.observe.metrics import StepPhase
 from drumroll.observe.recorder import Recorder
@@ -125,6 +126,7 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         write_summary(run_dir / SUMMARY_FILE, summary)
         if session.recorder.records:
             write_report(run_dir)
+        print(closing(summary, run_dir))
 
 
 def _totals(config: RunConfig) -> dict[StepPhase, int]:
