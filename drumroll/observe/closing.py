@@ -11,7 +11,8 @@ from drumroll.observe.summary import Summary
 
 def closing(summary: Summary, run_dir: Path) -> str:
     """A few lines of text; what a run does not have (evaluations, weight pushes, a report) is left out."""
-    lines = [f"{summary.status}: {summary.steps} steps in {duration(summary.wall_seconds)}" + (f": {summary.error}" if summary.error else "")]
+    cause = f": {summary.error}" if summary.error else ""
+    lines = [f"{summary.status}: {summary.steps} steps in {duration(summary.wall_seconds)}{cause}"]
     if summary.eval_before is not None and summary.eval_after is not None:
         gain = summary.eval_after - summary.eval_before
         lines.append(f"evaluation: {summary.eval_before:.3f} before, {summary.eval_after:.3f} after ({gain:+.3f})")

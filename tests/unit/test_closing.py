@@ -26,5 +26,5 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_an_sft_run_that_failed_early(tmp_path: Path) -> None:
-    early = replace(WHOLE, status="failed", steps=0, eval_after=None, weight_pushes=0, logprob_gap_mean=None, wall_seconds=2, error="RunError: x")
+    early = replace(WHOLE, status="failed", steps=0, eval_after=None, weight_pushes=0, wall_seconds=2, error="RunError: x")
     assert closing(early, tmp_path) == "failed: 0 steps in 2s: RunError: x"
