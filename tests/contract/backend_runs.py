@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from drumroll import plugins
@@ -125,7 +126,7 @@ def train_all(
     """(model, number of passes) -> result, for a division of the samples in which token counts differ, and one in which a rank has none."""
     samples = make_samples()
     counts = denominators(samples)
-    found = {}
+    found: dict[Any, Trained] = {}
     for model, folder in folders.items():
         for count in passes:
             backend = start(rank, ranks, name, options, ModelSpec(str(folder)), OptimSpec(weight_decay=0.01))
@@ -150,7 +151,8 @@ def plain_gradients(folder: Path, samples: Sequence[TrainSample]) -> tuple[dict[
         loss.backward()
         total += float(loss.detach())
         logprobs.append(chosen.detach())
-    return {name: parameter.grad for name, parameter in model.named_parameters()}, total, logprobs
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients, total, logprobs
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -161,7 +163,12 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, in this process."""
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    assert tensors.keys() == saved.keys()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dcp.load(tensors, checkpoint_id=directory, no_dist=True)

@@ -10,6 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def single(folders: dict[str, Path]) -> dict[Any, Trained]:
-    (found,) = run_ranks(runs.train_all, 1, "single", {}, folders, PASSES)
+    found: dict[Any, Trained] = run_ranks(runs.train_all, 1, "single", {}, folders, PASSES)[0]
     return found
 
 
@@ -143,7 +144,7 @@ def odd_cases(rank: int, ranks: int, name: str, root: Path) -> dict[str, Any]:
     unclipped = OptimSpec(max_grad_norm=0.0)
     for vocab in (5, 6):
         samples = runs.make_samples(4, vocab)
-        backend = runs.start(rank, ranks, name, {}, ModelSpec(str(root / f"vocab-{vocab}")), unclipped)
+        backend: Any = runs.start(rank, ranks, name, {}, ModelSpec(str(root / f"vocab-{vocab}")), unclipped)
         found[f"vocab {vocab}"] = runs.train(backend, runs.one_rank_plan(samples, rank, ranks, 1), denominators(samples), steps=1)
         scorer = backend._scorer
         found[f"tied {vocab}"] = scorer.tied
@@ -170,7 +171,7 @@ def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def odd_single(odd_root: Path) -> dict[str, Any]:
-    (found,) = run_ranks(odd_cases, 1, "single", odd_root)
+    found: dict[str, Any] = run_ranks(odd_cases, 1, "single", odd_root)[0]
     return found
 
 
@@ -209,7 +210,7 @@ def six_tokens(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torc
     long.target_mask[:] = short.target_mask[:] = False
     long.target_mask[1:6] = True
     short.target_mask[-1] = True
-    long.advantages, short.advantages = long.advantages[:5], short.advantages[:1]
+    long.advantages, short.advantages = np.ones(5, np.float32), -np.ones(1, np.float32) / 2
     backend = runs.start(rank, ranks, name, {}, ModelSpec(str(folder)), OptimSpec())
     plan = [[long, short]] if ranks == 1 else [[(long, short)[rank]]]
     return runs.train(backend, plan, denominators([long, short]), steps=1).gradients
