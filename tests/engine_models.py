@@ -25,25 +25,23 @@ from drumroll.engines.base import Completion, EngineSpec
 from drumroll.models.builtin import tokenizer
 
 VOCABULARY = 64
-_ROPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ROPE: dict[str, Any] = _IDS | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_ROPE)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_ROPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_ROPE, head_dim=32, tie_word_embeddings=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=None)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, **_IDS)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=8)),
 }
 
@@ -62,7 +60,7 @@ def make(family: str, folder: Path, seed: int = 0, scale: float = 3.0) -> Path:
 
 
 def spec(folder: Path, **changes: Any) -> EngineSpec:
-    given: dict[str, Any] = dict(path=str(folder), dtype=torch.float32, device=torch.device("cpu"), seed=0, max_length=128)
+    given: dict[str, Any] = {"path": str(folder), "dtype": torch.float32, "device": torch.device("cpu"), "seed": 0, "max_length": 128}
     return EngineSpec(**(given | changes))
 
 

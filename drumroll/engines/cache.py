@@ -47,7 +47,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -78,6 +78,9 @@ class SlotLayer(CacheLayerMixin):
             return
         self.keys, self.values = (_grown(old, slots, length) for old in (self.keys, self.values))
 
+    def stored(self) -> list[torch.Tensor]:
+        return [states for states in (self.keys, self.values) if states is not None]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if isinstance(self.cache.plan, Prefill) else self.cache.plan.length), 0
 
@@ -95,7 +98,8 @@ class SlotCache(Cache):
         self.slots = 0
         self.length = 0
         self.plan: Prefill | Decode = Prefill(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+        self.slot_layers = [SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self.slot_layers))
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for `slots` rows of `length` tokens; layers grow one after the other, so the peak is one layer above the result."""
@@ -104,25 +108,25 @@ class SlotCache(Cache):
         self.slots = max(slots, self.slots)
         if length > self.length:
             self.length = -(-max(length, self.length + self.length // 4) // _GROWTH) * _GROWTH
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.resize(self.slots, self.length)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first `length` tokens of slots `source` to slots `target`, int64 [N] each; the sets may overlap."""
-        for layer in self.layers:
-            for states in (layer.keys, layer.values):
+        for layer in self.slot_layers:
+            for states in layer.stored():
                 states[target, :, :length] = states[source, :, :length]
 
     def release(self) -> None:
         """Drop everything; the next `reserve` allocates again."""
         self.slots = self.length = 0
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that holds cached keys or values."""
-        return [states for layer in self.layers for states in (layer.keys, layer.values) if states is not None]
+        return [states for layer in self.slot_layers for states in layer.stored()]
 
 
 def _grown(old: torch.Tensor, slots: int, length: int) -> torch.Tensor:
@@ -160,7 +164,11 @@ def slot_attention(
         return output
     heads = key.shape[1]
     grouped = query.reshape(rows, heads, query_heads // heads, size)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    if query.device.type != "cpu":
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    else:  # one query a head: two batched products beat the CPU's flash kernel, which is made for many
+        weights = torch.matmul(grouped * (size**-0.5 if scaling is None else scaling), key.transpose(2, 3)).add_(attention_mask)
+        out = torch.matmul(weights.softmax(-1, dtype=torch.float32).to(value.dtype), value)
     return out.reshape(rows, 1, query_heads, value.shape[3]), None
 
 

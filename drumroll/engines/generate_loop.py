@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from drumroll.engines.response import Row
 from drumroll.engines.sampling import Distribution, sample, uniform
 from drumroll.engines.slot_loop import Stopped
+from drumroll.engines.weights import vocabulary_of
 
 
 class GenerateLoop:
@@ -26,7 +28,7 @@ class GenerateLoop:
         # A model's own generation config fills every field that a call leaves open (penalties, suppressed tokens, end-of-sequence ids
         # that freeze a row): ours replaces it, and asks for nothing.
         model.generation_config = GenerationConfig(do_sample=False, num_beams=1, use_cache=True)
-        self._vocabulary = model.get_output_embeddings().weight.shape[0]
+        self._vocabulary = vocabulary_of(model)
 
     def run(self, waiting: Iterator[Row], stopped: Stopped) -> Iterator[tuple[Row, bool]]:
         """Rows as their batch finishes, each with whether it stopped rather than ran out of tokens."""
@@ -39,7 +41,8 @@ class GenerateLoop:
         prompts = [[0] * (width - len(row.request.token_ids)) + row.request.token_ids for row in rows]
         mask = [[0] * (width - len(row.request.token_ids)) + [1] * len(row.request.token_ids) for row in rows]
         draw = _DrawByIdentity(rows, stopped, self._vocabulary, self._model.device)
-        self._model.generate(
+        model: Any = self._model  # what has `generate` is a mix-in that PreTrainedModel's type does not know
+        model.generate(
             torch.tensor(prompts, device=self._model.device),
             attention_mask=torch.tensor(mask, device=self._model.device),
             max_new_tokens=max(row.limit for row in rows),

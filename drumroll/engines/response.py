@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from drumroll.engines import sampling
-from drumroll.engines.base import Completion, GenerateRequest
+from drumroll.engines.base import Completion, EngineSpec, GenerateRequest
 from drumroll.errors import UserError
 from drumroll.types import FinishReason
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +59,24 @@ def _check(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
         raise UserError(f"{where}: token ids {min(request.token_ids)}..{max(request.token_ids)} do not fit a vocabulary of {vocabulary}")
 
 
+def positions(config: PreTrainedConfig) -> int:
+    """Most positions the model was built for; a very large number where its config names none."""
+    return int(config.get_text_config(decoder=True).to_dict().get("max_position_embeddings") or 1 << 62)
+
+
+def load_text(spec: EngineSpec) -> Text:
+    """The tokenizer of the model folder. Raises UserError when there is none."""
+    try:
+        return Text(AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{spec.path}: no tokenizer could be loaded, and an engine needs one for text and stop strings: {error}") from error
+
+
 class Text:
     """Decodes responses, and finds stop strings in them while they grow."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
 
     def stopped(self, row: Row) -> bool:
@@ -94,6 +105,6 @@ class Text:
         )
 
     def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drumroll.engines.cache import SLOT_ATTENTION, Decode, Prefill, SlotCache, decode_mask
+from drumroll.engines.weights import vocabulary_of
 from drumroll.errors import UserError
 
 _STEPS = 4  # decode steps compared
@@ -20,7 +21,7 @@ def check_slot_path(model: PreTrainedModel, cache: SlotCache, max_length: int) -
     """
     longest = min(max(_LENGTHS[0], _window(model) + 8), max_length - _STEPS)
     lengths = [longest, max(1, longest - (_LENGTHS[0] - _LENGTHS[1]))]
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(model)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (2, longest + _STEPS), generator=generator).to(model.device)
     with torch.inference_mode():
@@ -32,8 +33,8 @@ def check_slot_path(model: PreTrainedModel, cache: SlotCache, max_length: int) -
     bound = _TOLERANCE[model.dtype] * scale
     if not worst <= bound:  # NaN fails too
         raise UserError(
-            f"{type(model).__name__}: logits through the slot cache differ from a plain forward by {worst:.2e} (at most {bound:.2e} expected): "
-            "the embedded engine would sample from another distribution; set engine.transformers.loop=generate"
+            f"{type(model).__name__}: logits through the slot cache differ from a plain forward by {worst:.2e}, "
+            f"at most {bound:.2e} expected: the embedded engine would sample from another distribution; set its option loop=generate"
         )
     return bytes_per_token
 

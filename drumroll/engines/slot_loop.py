@@ -3,11 +3,11 @@
 Axis suffixes in shapes: B rows in flight (some of them idle), S slots, E end-of-sequence ids, K decode steps between two looks.
 
 [Note: the loop] The last token of a prompt is not prefilled but is the first that a decode step takes: prefill then yields nothing but
-keys and values, and a response's first token is sampled like every other. A group's prompt is prefilled once and its keys and values go to
-the slots of all its rows. Rows start in the order of requests; a row whose group was prefilled earlier copies the prompt from a slot of that group.
-Such a slot exists: it is the newest group that is part started, when it was cut off all slots were taken, so it had rows in flight, and
-what they leave behind stays until this very refill. Refills wait until an eighth of the batch is idle, because a prefill of one row
-costs as much Python as one of eight; when nothing waits, the same rule closes the gaps by moving rows.
+keys and values, and a response's first token is sampled like every other. A group's prompt is prefilled once and its keys and values
+go to the slots of all its rows. Rows start in the order of requests; a row whose group was prefilled in an earlier refill copies the
+prompt from a slot of that group. Such a slot exists: only the newest group can be part started, it had rows in flight when it was cut
+off, and what they leave behind stays until this very refill. Refills wait until an eighth of the batch is idle, because a prefill of
+one row costs as much Python as one of eight; when nothing waits, the same rule closes the gaps by moving rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from drumroll.engines.base import GenerateRequest
 from drumroll.engines.cache import Decode, Prefill, SlotCache, decode_mask
 from drumroll.engines.response import Row
 from drumroll.engines.sampling import Distribution, sample, uniform
+from drumroll.engines.weights import vocabulary_of
 
 _IDLE_SHARE = 8  # refill or compact when 1/8 of the batch is idle
 _STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}  # a look at finished rows waits for the device
@@ -58,9 +59,8 @@ class SlotLoop:
         self._cache = cache
         self._slots = slots
         self._prefill_tokens = prefill_tokens
-        self._vocabulary = model.get_output_embeddings().weight.shape[0]
+        self._vocabulary = vocabulary_of(model)
         self._steps = _STEPS_BETWEEN_LOOKS[self._device.type]
-        self._newest: tuple[GenerateRequest, int] | None = None  # the request started last and a slot that holds its prompt
 
     def run(self, waiting: Iterator[Row], stopped: Stopped) -> Iterator[tuple[Row, bool]]:
         """Rows as they finish, each with whether it stopped (an end-of-sequence id, a stop string) rather than ran out of tokens."""
@@ -92,15 +92,15 @@ class SlotLoop:
             if not groups or groups[-1][0] is not row.request:
                 groups.append((row.request, []))
             groups[-1][1].append(slot)
-        if self._newest is not None and self._newest[0] is groups[0][0]:  # part started before: first, while its prompt is still there
+        if queue.newest is not None and queue.newest[0] is groups[0][0]:  # part started before: first, while its prompt is still there
             request, targets = groups.pop(0)
-            self._cache.copy(self._index([self._newest[1]] * len(targets)), self._index(targets), len(request.token_ids) - 1)
+            self._cache.copy(self._index([queue.newest[1]] * len(targets)), self._index(targets), len(request.token_ids) - 1)
         self._prefill([group for group in groups if len(group[0].token_ids) > 1])
-        self._newest = new[-1][1].request, new[-1][0]
+        queue.newest = new[-1][1].request, new[-1][0]
         return self._compact(slots)
 
     def _prefill(self, groups: list[tuple[GenerateRequest, list[int]]]) -> None:
-        """Keys and values of each prompt but its last token, right-padded and at most `prefill_tokens` at a time, into the group's slots."""
+        """Keys and values of each prompt but its last token into its group's slots, right-padded, at most `prefill_tokens` at a time."""
         groups = sorted(groups, key=lambda group: len(group[0].token_ids))
         while groups:
             count = 1  # sorted: the last of a chunk is its longest
@@ -176,6 +176,7 @@ class _Queue:
 
     def __init__(self, rows: Iterator[Row]) -> None:
         self._rows = rows
+        self.newest: tuple[GenerateRequest, int] | None = None  # the request started last, and a slot that holds its prompt
         self._head: deque[Row] = deque(islice(rows, 1))
 
     def __bool__(self) -> bool:

@@ -12,17 +12,17 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, Field
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from drumroll.config import Section
 from drumroll.engines.base import Completion, EngineSpec, GenerateRequest
 from drumroll.engines.cache import SLOT_ATTENTION, SlotCache
 from drumroll.engines.generate_loop import GenerateLoop
-from drumroll.engines.response import Text, rows
+from drumroll.engines.response import load_text, positions, rows
 from drumroll.engines.self_check import check_slot_path
 from drumroll.engines.slot_loop import SlotLoop
-from drumroll.engines.weights import load_in_place, parameter_digests, stored_bytes
+from drumroll.engines.weights import load_in_place, parameter_digests, stored_bytes, vocabulary_of
 from drumroll.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 class Config(Section):
     slots: int = Field(128, gt=0, description="most rows in flight")
-    cache_gib: float = Field(4.0, gt=0, description="most memory of the key-value cache at full length; fewer rows are in flight when they would not fit")
+    cache_gib: float = Field(4.0, gt=0, description="most memory of the key-value cache; bounds the rows in flight")
     prefill_tokens: int = Field(4096, gt=0, description="most tokens of one prefill, padding included (a longer prompt goes alone)")
-    loop: Literal["auto", "generate"] = Field("auto", description="auto: the slot loop where it is exact; generate: always transformers' own generate")
+    loop: Literal["auto", "generate"] = Field("auto", description="auto: the slot loop where it is exact; generate: never")
 
 
 class TransformersEngine:
@@ -48,17 +48,19 @@ class TransformersEngine:
     def start(self, spec: EngineSpec) -> None:
         """Load the model and compare the slot loop with a plain forward. Raises UserError for a model it cannot sample from rightly."""
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-        reason = "engine.transformers.loop=generate" if self._options.loop == "generate" else _why_not_slots(config)
+        reason = "loop=generate" if self._options.loop == "generate" else why_not_slots(config)
         self._seed = spec.seed
-        self._max_length = min(spec.max_length, _positions(config))
+        self._max_length = min(spec.max_length, positions(config))
         self._model = _load(spec, SLOT_ATTENTION if reason is None else "sdpa")
-        self._text = Text(AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code))
+        self._vocabulary = vocabulary_of(self._model)
+        self._text = load_text(spec)
         self._cache: SlotCache | None = None
+        self._loop: SlotLoop | GenerateLoop
         if reason is None:
             self._cache = SlotCache(config.get_text_config(decoder=True).num_hidden_layers)
             bytes_per_token = check_slot_path(self._model, self._cache, self._max_length)
             slots = self._slots_that_fit(bytes_per_token * self._max_length)
-            self._loop: SlotLoop | GenerateLoop = SlotLoop(self._model, self._cache, slots, self._options.prefill_tokens)
+            self._loop = SlotLoop(self._model, self._cache, slots, self._options.prefill_tokens)
         else:
             logger.warning("%s: %s: sampling through model.generate, which is slower than the slot loop", spec.path, reason)
             self._loop = GenerateLoop(self._model, self._options.slots)
@@ -67,7 +69,8 @@ class TransformersEngine:
         fit = int(self._options.cache_gib * 2**30) // bytes_per_row
         if fit == 0:
             raise UserError(
-                f"engine.transformers.cache_gib={self._options.cache_gib}: one row of {self._max_length} tokens needs {bytes_per_row / 2**30:.2f} GiB"
+                f"engine.transformers.cache_gib={self._options.cache_gib}: "
+                f"one row of {self._max_length} tokens needs {bytes_per_row / 2**30:.2f} GiB"
             )
         return min(self._options.slots, fit)
 
@@ -79,15 +82,14 @@ class TransformersEngine:
             raise RunError("generate: another generate of this engine has not ended")
         self._generating = True
         try:
-            vocabulary = self._model.get_input_embeddings().weight.shape[0]
-            waiting = rows(requests, self._seed, self._max_length, vocabulary)
+            waiting = rows(requests, self._seed, self._max_length, self._vocabulary)
             for row, stopped in self._loop.run(waiting, self._text.stopped):
                 yield self._text.completion(row, self._version, "stop" if stopped else "length")
         finally:
             self._generating = False
 
     def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> None:
-        """Replace the weights in place by (HF name, full tensor) buckets. Raises RunError for a missing or unknown name, or a wrong shape."""
+        """Replace the weights in place by (HF name, full tensor) buckets. Raises RunError for a name that is missing or unknown."""
         if self._generating:
             raise RunError("load_weights: a generate is under way; its cache would mix two versions of the weights")
         load_in_place(self._model, buckets)
@@ -114,10 +116,10 @@ class TransformersEngine:
     def close(self) -> None:
         """Release the cache and the model."""
         self.sleep()
-        self._model.to("meta")
+        del self._model, self._loop
 
 
-def _why_not_slots(config: PreTrainedConfig) -> str | None:
+def why_not_slots(config: PreTrainedConfig) -> str | None:
     """Why the slot cache cannot hold this model, in words; None when every layer is full attention."""
     if config.is_encoder_decoder:
         return f"{config.model_type} is an encoder-decoder"
@@ -126,17 +128,13 @@ def _why_not_slots(config: PreTrainedConfig) -> str | None:
     return f"{config.model_type} has layers that are not full attention ({', '.join(other)})" if other else None
 
 
-def _positions(config: PreTrainedConfig) -> int:
-    """Most positions the model was built for."""
-    return int(config.get_text_config(decoder=True).to_dict().get("max_position_embeddings") or 1 << 62)
-
-
 def _load(spec: EngineSpec, attention: str) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         spec.path, dtype=spec.dtype, attn_implementation=attention, trust_remote_code=spec.trust_remote_code
     )
-    assert isinstance(model, PreTrainedModel)
-    return model.to(spec.device).eval().requires_grad_(False)
+    torch.nn.Module.to(model, spec.device)
+    model.eval().requires_grad_(False)
+    return model
 
 
 PLUGIN = TransformersEngine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from transformers import PreTrainedModel
 
 from drumroll.digest import digest
 from drumroll.errors import RunError
@@ -42,6 +43,13 @@ def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torc
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
     """HF name -> digest of every parameter, tied ones once under their first name."""
     return {name: digest(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Rows of the input embedding."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, torch.nn.Embedding)
+    return embedding.num_embeddings
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
