@@ -21,5 +21,5 @@ def read() -> Env:
 
 
 def use_loopback_for_collectives() -> None:
-    """Let gloo connect ranks of one machine over the loopback device, whatever the host name resolves to. Before the process group exists."""
+    """Let gloo connect ranks of one machine over loopback, whatever the host name resolves to. Before the process group exists."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"

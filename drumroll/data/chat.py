@@ -2,8 +2,8 @@
 
 [Note: one BOS] A chat template usually writes the BOS token itself, and a tokenizer usually adds one to plain text; a rendered template
 that is tokenised like text begins with two. Here nothing is ever tokenised with the tokenizer's own special tokens: templates are applied
-and tokenised in one call, and the BOS is put in front exactly where the tokenizer would have put one and none is there yet. A tokenizer that
-adds no BOS to plain text (Qwen) gets none.
+and tokenised in one call, and the BOS is put in front exactly where the tokenizer would have put one and none is there yet. A tokenizer
+that adds no BOS to plain text (Qwen) gets none.
 
 [Note: assistant spans] Which tokens of a chat the assistant wrote is found by applying the template to growing prefixes of the chat:
 tokens of messages[:i] with the generation prompt < the answer <= tokens of messages[:i+1]. Text is never cut and tokenised again, so the

@@ -58,7 +58,7 @@ class Policy:
             if self.skips_in_a_row >= self._config.optim.max_skips:
                 raise RunError(
                     f"the gradient norm was not finite in {self.skips_in_a_row} optimizer steps in a row (optim.max_skips): "
-                    "parameters are as they were before the first of them; lower optim.lr, or look for NaN rewards or log-probs in the last records"
+                    "parameters are as they were before the first of them; lower optim.lr, or look for NaN in the last records"
                 )
         else:
             self.applied_steps += 1
