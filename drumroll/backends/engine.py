@@ -121,8 +121,11 @@ class TorchBackend:
 
     def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
         for bucket in _buckets(self._parameters.items(), dtype):
-            full = self._placement.gather([parameter for _, parameter in bucket], dtype)
-            yield [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)]
+            yield self._full(bucket, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
+
+    def _full(self, bucket: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> list[NamedTensor]:
+        full = self._placement.gather([parameter for _, parameter in bucket], dtype)
+        return [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)]
 
     def gradients(self) -> Iterator[NamedTensor]:
         for name, gradient in self._gradients().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ def export(rank: int, ranks: int, name: str, folders: dict[str, Path]) -> dict[s
         for dtype in (torch.float32, torch.bfloat16):
             buckets = [[(key, tensor.clone()) for key, tensor in bucket] for bucket in backend.weights(dtype)]
             found[model][dtype] = (buckets, backend.digests(dtype))
+    held = []
+    for bucket in backend.weights(torch.float32):
+        tensor = weakref.ref(bucket[0][1])
+        del bucket
+        held.append(tensor() is not None)  # now, before the next bucket is made
+    found["buckets kept alive"] = any(held)
     return found
 
 
@@ -59,6 +66,7 @@ def export(rank: int, ranks: int, name: str, folders: dict[str, Path]) -> dict[s
 def test_weights_and_digests(name: str, ranks: int, folders: dict[str, Path]) -> None:
     """Every name of the file once, the tied head under the embedding's; values and digests bit-equal to the file's, cast."""
     for found in run_ranks(export, ranks, name, folders):
+        assert not found["buckets kept alive"]
         for model, folder in folders.items():
             expected = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
             for dtype, (buckets, digests) in found[model].items():
