@@ -45,7 +45,7 @@ class TaskSource(Section):
 
     task: str = Field(description="sort, larger, reverse, or reasoning_gym:NAME (an extra)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task, e.g. {digits: 6}")
-    rows: Positive | None = Field(None, description="number of rows; none: endless (training only)")
+    rows: Positive | None = Field(None, description="number of rows; none: endless (reasoning_gym: a million)")
     seed: int = 0
 
 

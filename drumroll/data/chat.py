@@ -13,7 +13,7 @@ turns) is refused, since what the model would be trained on is not what it would
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from drumroll.config import DataConfig
-from drumroll.data.rows import Row, Rows
+from drumroll.data.rows import Row
 from drumroll.errors import UserError
 from drumroll.types import TrainSample
 
@@ -102,21 +102,6 @@ def sft_sample(tokenizer: PreTrainedTokenizerBase, row: Row, data: DataConfig, e
 class SftSample:
     sample: TrainSample
     truncated: bool  # the row was longer than max_length
-
-
-def one_of_each_shape(rows: Rows) -> Iterator[Row]:
-    """The first row, and the first of every other sequence of roles: what a template accepts depends on the roles alone.
-
-    Endless tasks have one shape.
-    """
-    seen: set[tuple[str, ...]] = set()
-    for index in range(rows.length if rows.length is not None else 1):
-        row = rows.row(index)
-        lists = [value for value in row.columns.values() if isinstance(value, list)]
-        shape = tuple(message["role"] for value in lists for message in value if isinstance(message, dict) and "role" in message)
-        if shape not in seen:
-            seen.add(shape)
-            yield row
 
 
 def _spans(tokenizer: PreTrainedTokenizerBase, row: Row, data: DataConfig, eos: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,3 +20,6 @@ class Rows(Protocol):
 
     def row(self, index: int) -> Row:
         """Row 0 <= index < length, always the same one."""
+
+    def shapes(self) -> Iterator[Row]:
+        """The first row of each sequence of roles: what a chat template accepts depends on the roles alone."""

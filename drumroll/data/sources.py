@@ -33,6 +33,15 @@ class LoadedRows:
     def row(self, index: int) -> Row:
         return self.rows[index]
 
+    def shapes(self) -> Iterator[Row]:
+        seen: set[tuple[str, ...]] = set()
+        for row in self.rows:
+            lists = [value for value in row.columns.values() if isinstance(value, list)]
+            shape = tuple(message["role"] for value in lists for message in value if isinstance(message, dict) and "role" in message)
+            if shape not in seen:
+                seen.add(shape)
+                yield row
+
 
 def open_rows(source: SourceConfig, data: DataConfig, purpose: Purpose, columns: Iterable[str] = (), where: str = "data.train") -> Rows:
     """Open a source and check every row that will be used.

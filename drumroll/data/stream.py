@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from drumroll.config import DataConfig
-from drumroll.data.chat import one_of_each_shape, prompt_ids, sft_sample
+from drumroll.data.chat import prompt_ids, sft_sample
 from drumroll.data.rows import Row, Rows
 from drumroll.errors import UserError
 from drumroll.types import Prompt, Stream, TrainSample
@@ -106,7 +106,7 @@ class PromptStream:
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataConfig, seed: int) -> None:
         self._stream = RowStream(rows, seed, data.shuffle)
         self._tokenizer, self._data = tokenizer, data
-        for row in one_of_each_shape(rows):
+        for row in rows.shapes():
             prompt_ids(tokenizer, row, data)  # a row that the template refuses is met now, not in the middle of a run
 
     def draw(self, count: int) -> list[Prompt]:
@@ -136,7 +136,7 @@ class SampleStream:
     ) -> None:
         self._stream = RowStream(rows, seed, data.shuffle)
         self._tokenizer, self._data, self._eos, self._max_length = tokenizer, data, tuple(eos), max_length
-        for row in one_of_each_shape(rows):
+        for row in rows.shapes():
             sft_sample(tokenizer, row, data, self._eos, max_length)
 
     def draw(self, count: int) -> list[TrainSample]:

@@ -6,7 +6,7 @@ for templates. The built-in prompts use digits, lower-case letters, space and co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -20,6 +20,7 @@ from drumroll.data.rows import Row
 from drumroll.errors import UserError
 
 GYM = "reasoning_gym:"
+GYM_ROWS = 1_000_000  # when the recipe does not say: some of its tasks prepare something for every row at the start
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Columns = dict[str, Any]
@@ -77,11 +78,14 @@ class TaskRows:
     def row(self, index: int) -> Row:
         return Row(f"{self.task}:{self.seed}:{index}", self.make(index))
 
+    def shapes(self) -> Iterator[Row]:
+        yield self.row(0)
+
 
 def task_rows(source: TaskSource, where: str = "data.train") -> TaskRows:
     """The rows that a `task:` section means. Raises UserError for an unknown task or option; `where` is the section's key."""
     if source.task.startswith(GYM):
-        make = _reasoning_gym(source, where)
+        return TaskRows(source.task, source.seed, source.rows or GYM_ROWS, _reasoning_gym(source, where))
     elif source.task in BUILTIN:
         options = validate(BUILTIN[source.task], source.options, f"{where}.options of task {source.task!r}")
         make = _seeded(options.make, source.task, source.seed)
@@ -104,10 +108,10 @@ def _reasoning_gym(source: TaskSource, where: str) -> Callable[[int], Columns]:
         raise UserError(f"{where}.task: {source.task} needs the extra: pip install 'drumroll[reasoning-gym]'") from error
     name = source.task.removeprefix(GYM)
     try:
-        # Their rows depend on seed + index alone; `size` only bounds iteration, which is not used here.
-        dataset = reasoning_gym.create_dataset(name, seed=source.seed, size=source.rows or 2**31, **source.options)
+        dataset = reasoning_gym.create_dataset(name, seed=source.seed, size=source.rows or GYM_ROWS, **source.options)
     except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"{where}: reasoning_gym refuses {name!r} with options {source.options}: {error}") from error
+        asked = f"rows {source.rows or GYM_ROWS} and options {source.options}"
+        raise UserError(f"{where}: reasoning_gym refuses {name!r} with {asked}: {error}") from error
 
     @lru_cache(maxsize=1024)  # some of their tasks are slow to make
     def make(index: int) -> Mapping[str, Any]:

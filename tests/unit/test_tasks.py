@@ -69,7 +69,7 @@ def test_reasoning_gym_is_an_extra() -> None:
             task_rows(TaskSource(task="reasoning_gym:leg_counting"))
         return
     rows, again = (task_rows(TaskSource(task="reasoning_gym:leg_counting", seed=3)) for _ in range(2))
-    assert rows.row(7) == again.row(7) != rows.row(8)
+    assert rows.row(7) == again.row(7) != rows.row(8) and rows.length == 1_000_000
     assert rows.row(7).columns["answer"].isdigit() and rows.row(7).columns["completion"] == rows.row(7).columns["answer"]
     with pytest.raises(UserError, match="nope"):
         task_rows(TaskSource(task="reasoning_gym:nope"))
