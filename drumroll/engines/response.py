@@ -61,7 +61,9 @@ def _check(request: GenerateRequest, max_length: int, vocabulary: int) -> None:
 
 def positions(config: PreTrainedConfig) -> int:
     """Most positions the model was built for; a very large number where its config names none."""
-    return int(config.get_text_config(decoder=True).to_dict().get("max_position_embeddings") or 1 << 62)
+    text = config.get_text_config(decoder=True)
+    name = "max_position_embeddings"
+    return int(text.to_dict().get(text.attribute_map.get(name, name)) or 1 << 62)
 
 
 def load_text(spec: EngineSpec) -> Text:
@@ -80,7 +82,7 @@ class Text:
         self._special = frozenset(tokenizer.all_special_ids)
 
     def stopped(self, row: Row) -> bool:
-        """Whether the newest token of `row` completes one of its stop strings.
+        """Whether one of the row's stop strings is complete; to be asked after every token.
 
         Every ordinary token is at least one byte long, so a stop string of k bytes lies within the last k ordinary tokens: the cost of a
         look does not grow with the response. Two more tokens keep what a decoder does at the start of a text away from it.
