@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-# Bytes of one chunk of logits; about three such buffers live at once. Small enough for a CPU's caches, large enough for a GPU's matmuls.
-_CHUNK_BYTES = {"cpu": 16 << 20}
+# Bytes of one chunk of logits; one or two such buffers live at once. Few rows would make the sum into the weight's gradient cost more than
+# the matmul: it passes over [V, H] once a chunk.
+_CHUNK_BYTES = {"cpu": 32 << 20}
 _CHUNK_BYTES_ELSEWHERE = 64 << 20
 _MIN_ROWS = 16
 
@@ -57,12 +58,14 @@ class _Head(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(len(targets_N), dtype=accurate)
         partition_N = torch.empty_like(logprobs_N)
         entropy_N = torch.empty_like(logprobs_N) if entropy else logprobs_N.new_zeros(0)
-        for rows in _chunks(hidden_NH, weight_VH, accurate):
-            scaled_CV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, temperature, accurate)
+        logits = _Logits(hidden_NH, weight_VH, bias_V, temperature)
+        spare_CV = torch.empty_like(logits.accurate_CV) if entropy else logits.accurate_CV
+        for rows in logits.chunks():
+            scaled_CV = logits(rows)
             top_C1 = scaled_CV.amax(dim=1, keepdim=True)
             shifted_CV = scaled_CV.sub_(top_C1)
             target_C = shifted_CV.gather(1, targets_N[rows, None]).squeeze(1)
-            p_CV = shifted_CV.exp() if entropy else shifted_CV.exp_()
+            p_CV = torch.exp(shifted_CV, out=spare_CV[: len(shifted_CV)])
             sum_C = p_CV.sum(dim=1)
             log_sum_C = sum_C.log()
             logprobs_N[rows] = target_C - log_sum_C
@@ -83,17 +86,22 @@ class _Head(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden_NH) if need_hidden else None
         d_weight = weight_VH.new_zeros(weight_VH.shape, dtype=accurate) if need_weight else None
         d_bias = weight_VH.new_zeros(weight_VH.shape[0], dtype=accurate) if need_bias else None
-        for rows in _chunks(hidden_NH, weight_VH, accurate):
-            log_p_CV = _scaled_logits(hidden_NH[rows], weight_VH, bias_V, ctx.temperature, accurate).sub_(partition_N[rows, None])
-            d_CV = _logit_gradient(
-                log_p_CV, targets_N[rows], g_logprobs_N[rows] if g_logprobs_N is not None else None,
-                g_entropy_N[rows] if g_entropy_N is not None else None, entropy_N[rows] if ctx.with_entropy else None,
-            )  # fmt: skip
+        logits = _Logits(hidden_NH, weight_VH, bias_V, ctx.temperature)
+        spare_CV = torch.empty_like(logits.accurate_CV) if g_entropy_N is not None else None
+        for rows in logits.chunks():
+            log_p_CV = logits(rows).sub_(partition_N[rows, None])
+            weight_C1 = torch.zeros_like(partition_N[rows, None]) if g_logprobs_N is None else g_logprobs_N[rows, None]
+            if g_entropy_N is None or spare_CV is None:
+                d_CV = log_p_CV.exp_().mul_(-weight_C1)
+            else:
+                p_CV = torch.exp(log_p_CV, out=spare_CV[: len(log_p_CV)])
+                d_CV = log_p_CV.add_(entropy_N[rows, None]).mul_(g_entropy_N[rows, None]).add_(weight_C1).mul_(p_CV).neg_()
+            d_CV.scatter_add_(1, targets_N[rows, None], weight_C1)
             if ctx.temperature != 1.0:
                 d_CV.div_(ctx.temperature)
             if d_bias is not None:
                 d_bias += d_CV.sum(dim=0)
-            d_CV = d_CV.to(hidden_NH.dtype)
+            d_CV = logits.lower(d_CV)
             if d_hidden is not None:
                 torch.mm(d_CV, weight_VH, out=d_hidden[rows])
             if d_weight is not None:
@@ -106,34 +114,31 @@ class _Head(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _chunks(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, accurate: torch.dtype) -> list[slice]:
-    rows = chunk_rows(weight_VH.shape[0], accurate.itemsize, hidden_NH.device)
-    return [slice(start, start + rows) for start in range(0, len(hidden_NH), rows)]
+class _Logits:
+    """Scaled logits of one chunk after another, in buffers made once: fresh memory for each would cost as much as filling it."""
 
+    def __init__(self, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature: float) -> None:
+        self.hidden_NH, self.weight_VH, self.bias_V, self.temperature = hidden_NH, weight_VH, bias_V, temperature
+        accurate = torch.promote_types(hidden_NH.dtype, torch.float32)
+        self.rows = min(len(hidden_NH), chunk_rows(weight_VH.shape[0], accurate.itemsize, hidden_NH.device))
+        self.raw_CV = hidden_NH.new_empty(self.rows, weight_VH.shape[0])
+        self.accurate_CV = self.raw_CV if accurate == hidden_NH.dtype else self.raw_CV.to(accurate)
 
-def _scaled_logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature: float, accurate: torch.dtype
-) -> torch.Tensor:
-    logits_CV = hidden_CH @ weight_VH.T if bias_V is None else torch.addmm(bias_V, hidden_CH, weight_VH.T)
-    logits_CV = logits_CV.to(accurate)
-    return logits_CV.div_(temperature) if temperature != 1.0 else logits_CV
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + self.rows) for start in range(0, len(self.hidden_NH), max(1, self.rows))]
 
+    def __call__(self, rows: slice) -> torch.Tensor:
+        """[C, V] in float32 (float64 for float64), to be overwritten by the caller and by the next call."""
+        hidden_CH = self.hidden_NH[rows]
+        raw_CV = torch.mm(hidden_CH, self.weight_VH.T, out=self.raw_CV[: len(hidden_CH)])
+        if self.bias_V is not None:
+            raw_CV += self.bias_V
+        scaled_CV = raw_CV if self.accurate_CV is self.raw_CV else self.accurate_CV[: len(raw_CV)].copy_(raw_CV)
+        return scaled_CV.div_(self.temperature) if self.temperature != 1.0 else scaled_CV
 
-def _logit_gradient(
-    log_p_CV: torch.Tensor,
-    targets_C: torch.Tensor,
-    g_logprobs_C: torch.Tensor | None,
-    g_entropy_C: torch.Tensor | None,
-    entropy_C: torch.Tensor | None,
-) -> torch.Tensor:
-    """Gradient with respect to the scaled logits; overwrites `log_p_CV`. See [Note: chunks]."""
-    weight_C1 = torch.zeros_like(log_p_CV[:, :1]) if g_logprobs_C is None else g_logprobs_C[:, None].to(log_p_CV.dtype)
-    if g_entropy_C is None or entropy_C is None:
-        d_CV = log_p_CV.exp_().mul_(-weight_C1)
-    else:
-        p_CV = log_p_CV.exp()
-        d_CV = log_p_CV.add_(entropy_C[:, None]).mul_(g_entropy_C[:, None]).add_(weight_C1).mul_(p_CV).neg_()
-    return d_CV.scatter_add_(1, targets_C[:, None], weight_C1)
+    def lower(self, values_CV: torch.Tensor) -> torch.Tensor:
+        """Values in the dtype of `hidden`, for matmuls; overwrites the chunk's raw logits."""
+        return values_CV if self.accurate_CV is self.raw_CV else self.raw_CV[: len(values_CV)].copy_(values_CV)
 
 
 def _accumulate(d_weight_VH: torch.Tensor, d_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
