@@ -10,8 +10,8 @@ batch, fp32, no KL term, learning rate 1e-6, each in one process on one thread; 
 
   equal   every response has 64 tokens. The model's folder names an end token outside its vocabulary, so neither side can stop early.
   tailed  responses end when the end token is sampled, at most 256. The model's weights are random: every token has nearly the same
-          probability, 1 in 66 the end token, so lengths are geometric with a mean of about 65. It is the model that makes the lengths: both
-          sides draw them from the same distribution, independently. The tokens actually trained on are shown.
+          probability, 1 in 66 the end token, so lengths are geometric with a mean of about 65. In each round TRL's responses are made to
+          have the very lengths that drumroll's had (a logits processor forbids the end token before its time and then forces it).
 
 drumroll's step is the product's own (`drumroll.pipelines.rl.take_step`): digests of the weights and every record and rollout included.
 """
@@ -24,12 +24,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sides import Channel, Measure, Stopwatch, Summary, alternate, python
+
+if TYPE_CHECKING:
+    from drumroll.engines.base import Completion, GenerateRequest
 
 CHILD = "--side"
 MODEL = "builtin:llama-4.5m"
@@ -98,7 +101,8 @@ def steps(config: Any, channel: Channel) -> Iterator[Measure]:
         spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
         with launch(partial(Worker, spec=spec), ranks=1, device="cpu") as ranks:
             policy = Policy(ranks, config, rl.total_optimizer_steps(config, algorithm))
-            rollouter = Rollouter(policy.generate, rewards, session.timer)
+            lengths = Lengths(policy.generate)
+            rollouter = Rollouter(lengths, rewards, session.timer)
             session.push(policy)
             step = 0
             while channel.wait():
@@ -108,7 +112,23 @@ def steps(config: Any, channel: Channel) -> Iterator[Measure]:
                 rl.take_step(session, algorithm, policy, prompts, rollouter, sampled_with, step)
                 record = session.recorder.records[-1]
                 phases = {"sampling": record.seconds_generate, "training": record.seconds_train, "the weight push": record.seconds_sync}
-                yield watch.measure(record.train_tokens, phases)
+                yield watch.measure(record.train_tokens, phases, lengths.take() if channel.spec["stops"] else ())
+
+
+class Lengths:
+    """An engine's `generate` that remembers how long the responses became."""
+
+    def __init__(self, generate: Callable[[Sequence[GenerateRequest]], list[Completion]]) -> None:
+        self._generate = generate
+        self._lengths: list[int] = []
+
+    def __call__(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        completions = self._generate(requests)
+        self._lengths = [len(completion.token_ids) for completion in sorted(completions, key=lambda c: (c.group_id, c.index))]
+        return completions
+
+    def take(self) -> list[int]:
+        return self._lengths
 
 
 def case_folder(case: Case, out: Path) -> Path:

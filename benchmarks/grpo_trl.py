@@ -16,7 +16,17 @@ channel = Channel()  # before the libraries, which may print
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -45,6 +55,32 @@ class Turns(TrainerCallback):
         return [even_digits(text) for text in completions]
 
 
+class Ends(LogitsProcessor):
+    """Row i ends at its i-th prescribed length: the end token is impossible before and certain then."""
+
+    def __init__(self, eos: int) -> None:
+        self._eos = eos
+        self._calls = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        lengths = torch.tensor(channel.lengths)[:, None]
+        self._calls += 1
+        ends = torch.arange(scores.shape[1]) == self._eos
+        return scores.masked_fill((ends & (self._calls < lengths)) | (~ends & (self._calls >= lengths)), float("-inf"))
+
+
+def with_prescribed_lengths(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose `generate` keeps to the lengths of the round wherever some are prescribed."""
+    generate, eos = model.generate, model.generation_config.eos_token_id
+
+    def prescribed(*args: Any, **kwargs: Any) -> Any:
+        processors = LogitsProcessorList([Ends(eos)] if channel.lengths else [])
+        return generate(*args, logits_processor=processors, **kwargs)
+
+    model.generate = prescribed
+    return model
+
+
 def main() -> None:
     torch.set_num_threads(1)
     channel.ready()
@@ -54,7 +90,7 @@ def main() -> None:
     samples, micro = spec["prompts_per_step"] * spec["group_size"], spec["trl_rows"]
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+            model=with_prescribed_lengths(AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)),
             processing_class=tokenizer,
             reward_funcs=turns.reward,
             train_dataset=Dataset.from_dict({"prompt": spec["prompts"]}),

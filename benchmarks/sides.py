@@ -1,7 +1,7 @@
 """Two or more programs that take turns: each in a process of its own, one step at a time, so that a noisy machine slows all alike.
 
-A side is a child process. Its parent writes one line with what to run, then one line a step; the child answers each with a Measure. This
-file imports nothing but the standard library, because a side may run in an environment that has no drumroll.
+A side is a child process. Its parent writes one line with what to run, then one line a step; the child answers each with a Measure.
+This file imports nothing but the standard library, because a side may run in an environment that has no drumroll.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-STEP = "step"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -34,6 +33,7 @@ class Measure:
     tokens: int  # of responses that were trained on; no padding
     peak_bytes: int = 0  # most resident memory of the process so far
     phases: dict[str, float] = field(default_factory=dict)  # seconds by name, where the side knows them
+    lengths: list[int] = field(default_factory=list)  # of the responses, where the next sides of the round have to keep to them
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,8 +74,9 @@ class Side:
         self._send(json.dumps(spec))
         self.idle_bytes: int = self._receive()["idle_bytes"]
 
-    def step(self) -> Measure:
-        self._send(STEP)
+    def step(self, lengths: Sequence[int]) -> Measure:
+        """One step; `lengths`: what a side before it in the round prescribes."""
+        self._send(json.dumps(list(lengths)))
         return Measure(**self._receive())
 
     def _send(self, line: str) -> None:
@@ -120,8 +121,10 @@ def alternate(commands: Mapping[str, Sequence[str]], spec: Mapping[str, Any], ro
     with ExitStack() as stack:
         sides = [stack.enter_context(Side(name, command, spec)) for name, command in commands.items()]
         for turn in range(warmup + rounds):
-            for side in sides if turn % 2 == 0 else reversed(sides):
-                measure = side.step()
+            lengths: list[int] = []
+            for side in sides:
+                measure = side.step(lengths)
+                lengths = measure.lengths or lengths
                 if turn >= warmup:
                     measures[side.name].append(measure)
         return {side.name: Summary.of(measures[side.name], side.idle_bytes) for side in sides}
@@ -140,8 +143,10 @@ class Channel:
         self._write({"idle_bytes": peak_bytes()})
 
     def wait(self) -> bool:
-        """Whether another step is wanted."""
-        return sys.stdin.readline().strip() == STEP
+        """Whether another step is wanted; `lengths` then holds what another side prescribes for it."""
+        line = sys.stdin.readline()
+        self.lengths: list[int] = json.loads(line) if line else []
+        return bool(line)
 
     def answer(self, measure: Measure) -> None:
         self._write(asdict(measure))
@@ -157,9 +162,11 @@ class Stopwatch:
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
-    def measure(self, tokens: int, phases: Mapping[str, float] | None = None) -> Measure:
+    def measure(self, tokens: int, phases: Mapping[str, float] | None = None, lengths: Sequence[int] = ()) -> Measure:
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        return Measure(seconds=wall, cpu_seconds=cpu, tokens=tokens, peak_bytes=peak_bytes(), phases=dict(phases or {}))
+        return Measure(
+            seconds=wall, cpu_seconds=cpu, tokens=tokens, peak_bytes=peak_bytes(), phases=dict(phases or {}), lengths=list(lengths)
+        )
 
 
 def peak_bytes() -> int:

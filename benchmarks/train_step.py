@@ -169,7 +169,8 @@ def main() -> None:
         spec = {"model": str(folder), "vocabulary": config.vocab_size, "equal": equal, "rows": options.rows, "cap": options.cap}
         script = Path(__file__)
         sides = alternate({"drumroll": python(script, OURS), "plain": python(script, PLAIN)}, spec, options.rounds)
-        work = statistics.median([flops(batch(turn, equal, config.vocab_size), config, parameters) for turn in range(1, options.rounds + 1)])
+        batches = [batch(turn, equal, config.vocab_size) for turn in range(1, options.rounds + 1)]
+        work = statistics.median([flops(samples, config, parameters) for samples in batches])
         for side, summary in sides.items():
             where: dict[str, str | int] = {"batch": name, "side": side}
             rows += common.side_rows("training step", summary, "single", where)
