@@ -1,0 +1,356 @@
+"""What every rank does: take a backend through the scenarios of the suite and note what it gave.
+
+The same code runs the specification, whose tensors are written down, and the backend under test, whose tensors are compared with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from drumroll import plugins
+from drumroll.backends.base import Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.digest import digest
+from drumroll.errors import RunError, UserError
+from drumroll.packing import collate, denominators
+from drumroll.types import Denominators, MicroBatch, Stat, TokenOutputs
+from drumroll.verify import batches
+from drumroll.verify.batches import LEARNING_RATES, STEPS, WHOLE, Loss, Split
+from drumroll.verify.reference import Observer, differing, fingerprints
+from drumroll.verify.subjects import Subject
+
+TEMPERATURE = 0.7
+FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # see Observer
+SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
+FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
+FOREIGN_STEP = f"step after {plugins.SPECIFICATION_BACKEND}'s save"
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    """One run of a scenario."""
+
+    subject: Subject
+    options: dict[str, Any]  # of the backend
+    dtype: torch.dtype  # compute dtype
+    optim: OptimSpec
+    split: Split
+    reference: Path  # where the specification's groups of this subject lie
+    scratch: Path  # for checkpoints of this run
+    writes: bool = False  # this is the specification
+    trainable: tuple[str, ...] = ()
+    checkpointing: bool = False  # activation checkpointing
+
+
+@dataclass(slots=True)
+class SeenStep:
+    """One optimizer step on one rank."""
+
+    stats: dict[str, Stat]  # merged over micro-batches; `loss` has this rank's share as its sum
+    result: StepResult
+
+
+@dataclass(slots=True)
+class Report:
+    """What one rank noted in one scenario."""
+
+    observer: Observer
+    steps: list[SeenStep] = field(default_factory=list)
+    exported: dict[str, int] = field(default_factory=dict)  # name -> digest of the weights at the end
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, as the backend says
+    live_bytes: int = 0  # bytes of all tensors that the backend brought into the process
+
+
+class CheckError(RunError):
+    """A verb raised; the text starts with the check in brackets, see `failed_check`."""
+
+
+def failed_check(text: str) -> tuple[str, str] | None:
+    """(check, first line of the error) of a traceback that ends in a CheckError; None for any other text."""
+    found = re.findall(r"CheckError: \[(.+?)\] (.*)", text)
+    return found[-1] if found else None
+
+
+@dataclass(slots=True, frozen=True)
+class MakeProbe:
+    """Factory of the object on a rank."""
+
+    backend: str
+
+    def __call__(self, ctx: RankContext) -> Probe:
+        return Probe(ctx, plugins.load("backends", self.backend))
+
+
+class Probe:
+    """One rank's side of the suite. Every public method is a scenario: a fresh backend in, a report out."""
+
+    def __init__(self, ctx: RankContext, plugin: BackendPlugin) -> None:
+        self._ctx = ctx
+        self._plugin = plugin
+        digest(torch.zeros(1, device=ctx.device))  # its table of keys is not to be counted as the backend's memory
+
+    def gradient_norm(self, case: Case) -> float:
+        """Of the first step's gradient, not clipped: the scale of what follows."""
+        backend = self._start(case, replace(case.optim, max_grad_norm=0.0))
+        norm = self._steps(case, backend, _observer(case, ""), range(1))[0].result.grad_norm
+        backend.close()
+        return norm
+
+    def train(self, case: Case) -> Report:
+        """Outputs, three steps with every gradient, the weights after them, and what is exported."""
+        report = Report(_observer(case, "train"))
+        seen = report.observer
+        backend = self._start(case, case.optim)
+        with checking("weights as loaded"):
+            seen.compare("weights as loaded", "loaded", _flat(backend.weights(torch.float32)))
+        self._score(case, backend, seen, "before", "log-probs", "entropy")
+        report.steps = self._steps(case, backend, seen, range(STEPS), gradients="gradients")
+        with checking("parameters after 3 steps"):
+            seen.compare("parameters after 3 steps", "trained", _flat(backend.weights(torch.float32)))
+        with checking("change of the parameters"):
+            seen.compare_change("change of the parameters", "loaded", "trained", _flat(backend.weights(torch.float32)))
+        self._score(case, backend, seen, "after", "log-probs after 3 steps", "entropy after 3 steps")
+        if case.split == WHOLE:
+            self._exports(backend, report)
+        else:
+            report.exported = fingerprints(_flat(backend.weights(torch.float32)))
+        backend.close()
+        return report
+
+    def memory(self, case: Case) -> Report:
+        """What the backend says it holds between the last backward and the step, where everything is there, and what there is."""
+        report = Report(_observer(case, "train"))
+        micros, counts = self._micros(case, 0)
+        backend = self._start(case, case.optim)
+        with checking("memory: all tensors"):
+            for lr in (LEARNING_RATES[0], None):  # a step first: optimizer state may come with it
+                for number, (_, micro) in enumerate(micros):
+                    backend.forward_backward(micro, Loss(), counts, last=number == len(micros) - 1)
+                if lr is not None:
+                    backend.step(lr)
+            report.memory = backend.memory()
+            report.live_bytes = live_bytes(self._ctx.device)
+        backend.close()
+        return report
+
+    def checkpoint(self, case: Case) -> Report:
+        """Save after three steps; a fresh instance goes on from there, and another from the specification's checkpoint."""
+        report = Report(_observer(case, "checkpoint"))
+        seen = report.observer
+        backend = self._start(case, case.optim)
+        self._steps(case, backend, seen, range(STEPS))
+        with checking("save"):
+            backend.save(case.scratch / SAVED)
+            seen.compare("weights saved", "saved", _flat(backend.weights(torch.float32)))
+            report.exported = fingerprints(_flat(backend.weights(torch.float32)))
+        self._go_on(case, backend, seen, "step after saving")
+        backend.close()
+        backend = self._restored(case, case.scratch / SAVED)
+        with checking("weights as restored"):
+            wrong = differing(fingerprints(_flat(backend.weights(torch.float32))), report.exported)
+            seen.note("weights as restored", len(wrong), _some("differ from those before saving", wrong))
+        with checking("save"):
+            backend.save(case.scratch / SAVED_AGAIN)
+        self._go_on(case, backend, seen, "step after restoring")
+        backend.close()
+        if not case.writes:
+            backend = self._restored(case, case.reference / SAVED)
+            with checking(FOREIGN_WEIGHTS):
+                seen.compare(FOREIGN_WEIGHTS, "saved", _flat(backend.weights(torch.float32)))
+            self._go_on(case, backend, seen, FOREIGN_STEP)
+            backend.close()
+        return report
+
+    def skip(self, case: Case) -> Report:
+        """A good step, one with a NaN on the last rank, and a good one."""
+        kind = "some" if case.trainable else "all"
+        report = Report(_observer(case, f"skip-{kind}"))
+        seen = report.observer
+        backend = self._start(case, case.optim)
+        report.steps += self._steps(case, backend, seen, range(1))
+        before = fingerprints(_flat(backend.weights(torch.float32)))
+        report.steps += self._steps(case, backend, seen, range(1, 2), poison=True)
+        wrong = differing(fingerprints(_flat(backend.weights(torch.float32))), before)
+        seen.note("skip: nothing moves", len(wrong), _some("moved", wrong))
+        report.steps += self._steps(case, backend, seen, range(2, 3), gradients="skip: next gradients")
+        with checking("skip: next parameters"):
+            seen.compare("skip: next parameters", "trained", _flat(backend.weights(torch.float32)))
+        report.exported = fingerprints(_flat(backend.weights(torch.float32)))
+        backend.close()
+        return report
+
+    def forward_only(self, case: Case) -> Report:
+        """An instance without an optimizer scores, and holds nothing else."""
+        report = Report(_observer(case, "train"))
+        backend = self._start(case, None)
+        self._score(case, backend, report.observer, "before", "forward-only: log-probs", "forward-only: entropy")
+        with checking("forward-only: memory"):
+            held = backend.memory()
+            extra = held["gradient"] + held["optimizer"]
+            report.observer.note("forward-only: memory", extra, "bytes of gradients and optimizer state")
+        backend.close()
+        return report
+
+    def close(self) -> None:
+        """Every scenario has closed its own backend."""
+
+    def _start(self, case: Case, optim: OptimSpec | None) -> Backend:
+        spec = ModelSpec(
+            case.subject.path,
+            compute_dtype=case.dtype,
+            temperature=TEMPERATURE,
+            trainable=case.trainable,
+            checkpointing=case.checkpointing,
+        )
+        gc.collect()
+        gc.freeze()  # what is there now is not looked through again: half of the suite's time went into that
+        try:
+            backend = self._plugin(self._plugin.Config(**case.options))
+            backend.setup(self._ctx, spec, optim)
+        except UserError:
+            raise  # this backend cannot run here at all, and says why
+        except Exception as error:
+            raise _check_error("setup", error) from error
+        return backend
+
+    def _restored(self, case: Case, directory: Path) -> Backend:
+        backend = self._start(case, case.optim)
+        with checking("load"):
+            backend.load(directory)
+        return backend
+
+    def _micros(self, case: Case, step: int, poison: bool = False) -> tuple[list[tuple[list[int], MicroBatch]], Denominators]:
+        """(sample indices, micro-batch) of this rank, and the step's denominators."""
+        samples = batches.samples(step, case.subject.vocab, poison)
+        indices = batches.plan(case.split, self._ctx.rank, self._ctx.world_size)
+        return [(part, collate([samples[i] for i in part], self._ctx.device)) for part in indices], denominators(samples)
+
+    def _steps(
+        self, case: Case, backend: Backend, seen: Observer, steps: Iterable[int], gradients: str = "", poison: bool = False
+    ) -> list[SeenStep]:
+        """Optimizer steps. `gradients` is the check that their gradients are noted under; empty: they are not looked at."""
+        done = []
+        for step in steps:
+            micros, counts = self._micros(case, step, poison)
+            loss, stats = Loss(), dict[str, Stat]()
+            for number, (_, micro) in enumerate(micros):
+                with checking("forward and backward"):
+                    found = backend.forward_backward(micro, loss, counts, last=number == len(micros) - 1)
+                    stats = {name: stats.get(name, Stat()).merge(stat) for name, stat in found.items()}
+            if gradients:
+                named = _shown(loss, micros, step)
+                seen.compare("outputs in training", f"outputs-{step}", named, whole=False)
+                with checking(gradients):
+                    seen.compare(gradients, f"gradients-{step}", backend.gradients())
+            with checking("step"):
+                done.append(SeenStep(stats, backend.step(LEARNING_RATES[step % STEPS])))
+        return done
+
+    def _go_on(self, case: Case, backend: Backend, seen: Observer, check: str) -> None:
+        """The fourth step, and the weights after it."""
+        self._steps(case, backend, seen, range(STEPS, STEPS + 1))
+        with checking(check):
+            seen.compare(check, "fourth", _flat(backend.weights(torch.float32)))
+
+    def _score(self, case: Case, backend: Backend, seen: Observer, moment: str, logprobs: str, entropy: str) -> None:
+        """Log-probs with entropy and without, of the first batch."""
+        micros, _ = self._micros(case, 0)
+        found: dict[str, list[NamedTensor]] = {"both": [], "entropy": [], "alone": []}
+        with checking(logprobs):
+            for indices, micro in micros:
+                both = _well_formed(backend.logprobs(micro, entropy=True), micro, entropy=True)
+                alone = _well_formed(backend.logprobs(micro), micro, entropy=False)
+                found["both"] += batches.by_sample(both.logprobs, micro, indices, 0)
+                found["alone"] += batches.by_sample(alone.logprobs, micro, indices, 0)
+                if both.entropy is not None:
+                    found["entropy"] += batches.by_sample(both.entropy, micro, indices, 0)
+            seen.compare(logprobs, f"{moment}-logprobs", found["both"], whole=False)
+            seen.compare(entropy, f"{moment}-entropy", found["entropy"], whole=False)
+            seen.compare(logprobs, f"{moment}-logprobs", found["alone"], whole=False)
+
+    def _exports(self, backend: Backend, report: Report) -> None:
+        """What `weights` and `digests` say, against each other and by name."""
+        seen = report.observer
+        with checking("names exported"):
+            report.exported = fingerprints(_flat(backend.weights(torch.float32)))
+            seen.names("names exported", "trained", [name for name, _ in _flat(backend.weights(torch.bfloat16))])
+        with checking("weights in bfloat16"):
+            cast = {name: digest(tensor.to(torch.bfloat16)) for name, tensor in _flat(backend.weights(torch.float32))}
+            wrong = differing(fingerprints(_flat(backend.weights(torch.bfloat16))), cast)
+            dtypes = {tensor.dtype for _, tensor in _flat(backend.weights(torch.bfloat16))} - {torch.bfloat16}
+            seen.note("weights in bfloat16", len(wrong) + len(dtypes), _some("not the float32 weights cast", wrong or [str(dtypes)]))
+        with checking("digests"):
+            for dtype, expected in ((torch.float32, report.exported), (torch.bfloat16, cast)):
+                wrong = differing(backend.digests(dtype), expected)
+                seen.note("digests", len(wrong), _some(f"not those of the exported weights in {dtype}", wrong))
+
+
+def _observer(case: Case, folder: str) -> Observer:
+    return Observer(case.reference / folder, case.writes, FLOORS[case.dtype])
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of the storages of all tensors on `device` that Python has made since `gc.freeze`, each storage once."""
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor)]
+    tensors = [*found, *(tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None)]
+    storages = {}
+    for tensor in tensors:
+        if tensor.device == device and not isinstance(tensor, DTensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def checking(check: str) -> Iterator[None]:
+    """Name the check in whatever is raised inside."""
+    try:
+        yield
+    except CheckError:
+        raise
+    except Exception as error:
+        raise _check_error(check, error) from error
+
+
+def _check_error(check: str, error: Exception) -> CheckError:
+    text = str(error).strip() or "no text"
+    return CheckError(f"[{check}] {type(error).__name__}: {text.splitlines()[0]}")
+
+
+def _flat(buckets: Iterable[list[NamedTensor]]) -> Iterator[NamedTensor]:
+    for bucket in buckets:
+        yield from bucket
+
+
+def _shown(loss: Loss, micros: list[tuple[list[int], MicroBatch]], step: int) -> list[NamedTensor]:
+    """Per-sample log-probs and entropies that the loss was shown."""
+    named: list[NamedTensor] = []
+    for outputs, (indices, micro) in zip(loss.shown, micros, strict=True):
+        assert outputs.entropy is not None  # the loss refuses to go without
+        named += [(f"log-probs of {name}", part) for name, part in batches.by_sample(outputs.logprobs, micro, indices, step)]
+        named += [(f"entropy of {name}", part) for name, part in batches.by_sample(outputs.entropy, micro, indices, step)]
+    return named
+
+
+def _well_formed(outputs: TokenOutputs, micro: MicroBatch, entropy: bool) -> TokenOutputs:
+    """Raises ValueError unless there is one detached float32 log-prob (and entropy, if asked for) a target."""
+    for name, values in (("log-probs", outputs.logprobs), ("entropy", outputs.entropy)):
+        if name == "entropy" and not entropy:
+            continue
+        if values is None or values.dtype is not torch.float32 or values.shape != micro.target_positions.shape or values.requires_grad:
+            found = "None" if values is None else f"{values.dtype} {tuple(values.shape)} requires_grad={values.requires_grad}"
+            raise ValueError(f"{name}: expected torch.float32 {tuple(micro.target_positions.shape)} without gradient, got {found}")
+    return outputs
+
+
+def _some(what: str, names: list[str]) -> str:
+    return f"{what}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

@@ -1,0 +1,217 @@
+"""From what the ranks noted to rows with bounds: what each check may be off by, in float32 and in bfloat16."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from drumroll.backends.base import StepResult
+from drumroll.backends.state import MODEL, OPTIMIZER
+from drumroll.observe.checks import CheckRow
+from drumroll.types import Stat
+from drumroll.verify.probe import FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, Case, Report
+from drumroll.verify.reference import Deviation, distance
+
+# (float32, bfloat16). Relative to the largest absolute value of a tensor, or to a number's own size. What is not listed must be exact: 0.
+_NUMBERS = (1e-5, 2e-2)
+_WEIGHTS = (1e-5, 2e-3)  # three steps change a weight by about a hundredth of its size, so this is far tighter than it looks
+BOUNDS: dict[str, tuple[float, float]] = {
+    "log-probs": _NUMBERS,
+    "entropy": _NUMBERS,
+    "outputs in training": _NUMBERS,
+    "loss": _NUMBERS,
+    "statistics of the loss": _NUMBERS,
+    "gradients": (1e-5, 5e-2),  # a bfloat16 matmul rounds each of its results to 8 bits
+    "gradient norm": _NUMBERS,
+    "parameters after 3 steps": _WEIGHTS,
+    "change of the parameters": (5e-4, 2e-1),  # float32 rounds a weight by up to 1e-4 of such a change
+    "log-probs after 3 steps": _NUMBERS,
+    "entropy after 3 steps": _NUMBERS,
+    "weights saved": _WEIGHTS,
+    "step after saving": _WEIGHTS,
+    "step after restoring": _WEIGHTS,
+    FOREIGN_STEP: _WEIGHTS,
+    "weights in the files": _WEIGHTS,
+    "moments in the files": (1e-5, 5e-2),
+    "skip: next gradients": (1e-5, 5e-2),
+    "skip: gradient norms": _NUMBERS,
+    "skip: next parameters": _WEIGHTS,
+    "forward-only: log-probs": _NUMBERS,
+    "forward-only: entropy": _NUMBERS,
+    "memory: all tensors": (0.1, 0.1),
+}
+WHERE = "where"  # key of a failed row's options: rank, step and tensor, or the first line of an error
+_BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}  # of an element that trains, in float32, over all ranks together
+
+
+@dataclass(slots=True, frozen=True)
+class Labels:
+    """What the rows of one scenario have in common."""
+
+    backend: str
+    ranks: int
+    options: dict[str, Any]
+    dtype: torch.dtype
+
+    def row(self, check: str, value: float, where: str = "") -> CheckRow:
+        """A row that passes within the check's bound; `where` is kept where it does not."""
+        bound = BOUNDS.get(check, (0.0, 0.0))[self.dtype is torch.bfloat16]
+        return self._row(check, value, bound, value <= bound, where)
+
+    def at_least_one(self, check: str, value: float) -> CheckRow:
+        """A row for the share of something that must all be there."""
+        return self._row(check, value, 1.0, value >= 1.0, "")
+
+    def failed(self, check: str, error: str) -> CheckRow:
+        """A row for what could not be measured."""
+        return self._row(check, math.nan, None, False, error)
+
+    def _row(self, check: str, value: float, bound: float | None, passed: bool, where: str) -> CheckRow:
+        options = self.options if passed or not where else {**self.options, WHERE: where}
+        return CheckRow(
+            check=check, backend=self.backend, options=options, ranks=self.ranks, value=float(value), tolerance=bound, passed=passed
+        )
+
+
+def noted(labels: Labels, reports: Sequence[Report]) -> list[CheckRow]:
+    """What the ranks compared themselves: the worst of them a check."""
+    rows = []
+    for check in reports[0].observer.deviations:
+        of_ranks = [report.observer.deviations.get(check, Deviation(math.inf, "not noted")) for report in reports]
+        worst = max(range(len(reports)), key=lambda rank: of_ranks[rank].value)
+        rows.append(labels.row(check, of_ranks[worst].value, f"rank {worst}, {of_ranks[worst].where}"))
+    return rows
+
+
+def trained(labels: Labels, reports: Sequence[Report], expected: Report) -> list[CheckRow]:
+    """Numbers that only make sense over all ranks."""
+    merged = [(_merged(reports, step), seen.stats) for step, seen in enumerate(expected.steps)]
+    return [
+        _worst(labels, "loss", [_relative(mine["loss"].sum, theirs["loss"].sum) for mine, theirs in merged]),
+        _worst(labels, "statistics of the loss", [_statistics(mine, theirs) for mine, theirs in merged]),
+        _norms(labels, "gradient norm", reports, expected),
+        agreeing(labels, reports),
+    ]
+
+
+def skipped(labels: Labels, reports: Sequence[Report], expected: Report) -> list[CheckRow]:
+    """Whether all ranks skipped the poisoned step and no other."""
+    flags = [seen.result.skipped for seen in expected.steps]
+    wrong = [rank for rank, report in enumerate(reports) if [seen.result.skipped for seen in report.steps] != flags]
+    return [
+        labels.row("skip: all ranks together", len(wrong), f"ranks {wrong} skipped other steps than {flags}"),
+        _norms(labels, "skip: gradient norms", reports, expected),
+        agreeing(labels, reports),
+    ]
+
+
+def agreeing(labels: Labels, reports: Sequence[Report]) -> CheckRow:
+    """How many ranks got another norm or exported other weights than rank 0."""
+    def told(report: Report) -> tuple[list[StepResult], dict[str, int]]:
+        return [seen.result for seen in report.steps], report.exported
+
+    wrong = [rank for rank, report in enumerate(reports) if told(report) != told(reports[0])]
+    return labels.row("ranks agree", len(wrong), f"ranks {wrong} got other norms or weights than rank 0")
+
+
+def memory(labels: Labels, reports: Sequence[Report], case: Case) -> list[CheckRow]:
+    """Float32 storage of everything, by the backend's own account, and that account against the tensors that are there."""
+    rows = []
+    for kind, size in _BYTES.items():
+        held = sum(report.memory.get(kind, 0) for report in reports)
+        rows.append(labels.at_least_one(f"memory: {kind}", held / (size * case.subject.parameters)))
+    off = [abs(sum(report.memory.values()) / report.live_bytes - 1.0) if report.live_bytes > 0 else math.inf for report in reports]
+    worst = max(range(len(off)), key=off.__getitem__)
+    told = f"rank {worst} says {reports[worst].memory}; its tensors take {reports[worst].live_bytes} bytes"
+    return [*rows, labels.row("memory: all tensors", off[worst], told)]
+
+
+def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[CheckRow]:
+    """What lies on disk, against the specification's checkpoint and against what was saved again after loading it."""
+    try:
+        saved, again = read_checkpoint(case.scratch / SAVED), read_checkpoint(case.scratch / SAVED_AGAIN)
+    except Exception as error:  # noqa: BLE001 - whatever torch meets in a file that it does not understand
+        why = f"torch.distributed.checkpoint cannot read it: {type(error).__name__}: {error}"
+        return [labels.failed("names saved", why.splitlines()[0])]
+    expected = read_checkpoint(case.reference / SAVED)
+    wrong = sorted(saved.keys() ^ expected.keys())
+    changed = [name for name in saved if name not in again or not torch.equal(saved[name], again[name])]
+    return [
+        labels.row("names saved", len(wrong), f"missing or unexpected: {wrong[:3]}"),
+        labels.row("weights in the files", *_furthest(saved, expected, MODEL, case)),
+        labels.row("moments in the files", *_furthest(saved, expected, OPTIMIZER, case)),
+        labels.row("state as restored", len(changed), f"saved again after loading, these differ: {changed[:3]}"),
+        agreeing(labels, reports),
+    ]
+
+
+def _furthest(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str, case: Case) -> tuple[float, str]:
+    """Largest `distance` of the tensors below `prefix`; those of a kind (weights, either moment) have one floor."""
+    largest: dict[str, float] = {}
+    for name, tensor in expected.items():
+        largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(tensor.abs().max()))
+    worst = (0.0, "")
+    for name in (name for name in expected if name.startswith(prefix)):
+        value, why = distance(saved[name], expected[name], FLOORS[case.dtype] * largest[_kind(name)]) if name in saved else (math.inf, "")
+        worst = max(worst, (value, f"{name}{why}"), key=lambda found: found[0])
+    return worst
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else MODEL
+
+
+def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, in this process. Raises what torch.distributed.checkpoint does for anything else."""
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    entries = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    return tensors
+
+
+def _merged(reports: Sequence[Report], step: int) -> dict[str, Stat]:
+    names = {"loss"}.union(*(report.steps[step].stats for report in reports))
+    return {name: reduce(Stat.merge, (report.steps[step].stats.get(name, Stat()) for report in reports)) for name in names}
+
+
+def _statistics(found: dict[str, Stat], expected: dict[str, Stat]) -> float:
+    """Largest relative error of sum and max, infinite for another count; the loss counts micro-batches, whose number may differ."""
+    errors = [0.0]
+    for name, stat in expected.items():
+        if name != "loss":
+            mine = found.get(name, Stat())
+            errors += [_relative(mine.sum, stat.sum), _relative(mine.max, stat.max), 0.0 if mine.count == stat.count else math.inf]
+    return max(errors)
+
+
+def _norms(labels: Labels, check: str, reports: Sequence[Report], expected: Report) -> CheckRow:
+    off = []
+    for step, seen in enumerate(expected.steps):
+        off.append(max(_relative(report.steps[step].result.grad_norm, seen.result.grad_norm) for report in reports))
+    return _worst(labels, check, off)
+
+
+def _worst(labels: Labels, check: str, of_steps: Sequence[float]) -> CheckRow:
+    step = max(range(len(of_steps)), key=of_steps.__getitem__)
+    return labels.row(check, of_steps[step], f"step {step + 1}")
+
+
+def _relative(found: float, expected: float) -> float:
+    """Difference over the expected size; infinite where only one of them is finite."""
+    if found == expected:
+        return 0.0
+    if not (math.isfinite(found) and math.isfinite(expected)):
+        return math.inf
+    return abs(found - expected) / abs(expected) if expected else math.inf

@@ -1,0 +1,92 @@
+"""The models that a backend is verified on: four small ones made in code, or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from drumroll.backends.base import ModelSpec
+from drumroll.models.build import build, parameter_names
+from drumroll.models.locate import locate
+
+# The vocabulary and the intermediate size divide by no usual number of ranks. Weights are wide enough for attention to matter, and dropout
+# is on in the config, so that a backend that trains in train mode is seen.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 64,
+    "intermediate_size": 102,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "attention_dropout": 0.2,
+    "attention_bias": True,
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Subject:
+    """One model, and what the suite has to know of it."""
+
+    name: str
+    path: str  # a HF model folder
+    vocab: int
+    tied: bool  # head and input embedding are one parameter
+    embedding: str  # HF name of the input embedding
+    parameters: int  # elements, ties counted once
+
+
+def builtin(folder: Path) -> list[Subject]:
+    """Write two families, untied and tied, below `folder`: always the same weights."""
+    made = []
+    for family in ("llama", "qwen3"):
+        for tied in (False, True):
+            name = f"{family} tied" if tied else family
+            _write(folder / name.replace(" ", "-"), family, tied)
+            made.append(describe(name, folder / name.replace(" ", "-")))
+    return made
+
+
+def of_paths(paths: Sequence[str]) -> list[Subject]:
+    """The user's models by folder, hub id or builtin:NAME. Raises UserError for one that is not there or is no causal language model."""
+    names = [Path(path).name for path in paths]
+    return [describe(name if names.count(name) == 1 else path, locate(path)) for name, path in zip(names, paths, strict=True)]
+
+
+def describe(name: str, folder: Path) -> Subject:
+    """What the config of a model folder says, without reading its weights."""
+    scorer = build(ModelSpec(str(folder)))
+    embedding = scorer.hf.get_input_embeddings().get_parameter("weight")
+    names = parameter_names(scorer.hf)
+    return Subject(
+        name=name,
+        path=str(folder),
+        vocab=len(embedding),
+        tied=scorer.tied,
+        embedding=names[embedding][0],
+        parameters=sum(parameter.numel() for parameter in names),
+    )
+
+
+def _write(folder: Path, family: str, tied: bool) -> None:
+    fields = {**_SIZES, "tie_word_embeddings": tied}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = LlamaForCausalLM(LlamaConfig(**fields)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**fields))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms all one and biases all zero would hide that they were not loaded
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    folder.mkdir(parents=True)
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}  # each tied weight once
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
