@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -303,6 +305,12 @@ def test_reasoning_gym_needs_its_extra() -> None:
     assert gym_reward(rollout(entry["answer"]), row) == 1.0
     assert gym_reward(rollout("so: " + entry["answer"]), row, after="so:") == 1.0
     assert gym_reward(rollout(entry["answer"]), row, after="so:") == 0.0
+
+
+def test_a_worker_starts_without_torch() -> None:
+    code = "import sys, drumroll.rewards.worker, drumroll.rewards.math; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "False"
 
 
 def test_files_of_user_functions_are_found_by_path(tmp_path: Path) -> None:

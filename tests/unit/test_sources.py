@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
+from drumroll import config
 from drumroll.config import DataConfig, FileSource, HubSource, TaskSource
 from drumroll.data.rows import Rows
 from drumroll.data.sources import open_rows
@@ -137,6 +138,25 @@ def test_parquet_and_folders_give_the_same_rows_as_jsonl(tmp_path: Path) -> None
     assert opened(tmp_path / "splits", source={"split": "two"}).length == 2
     assert "has the splits one, two; got None" in refusal(tmp_path / "splits")
     assert "only a folder saved by `datasets` has splits" in refusal(lines, source={"split": "one"})
+
+
+@pytest.mark.parametrize(
+    ("train", "fault"),
+    [
+        ({"taks": "sort"}, "unknown key 'data.train.taks'; did you mean 'data.train.task'?"),
+        ({"task": "sort", "option": {}}, "unknown key 'data.train.option'; did you mean 'data.train.options'?"),
+        ({"hub": "x", "spllit": "y"}, "unknown key 'data.train.spllit'; did you mean 'data.train.split'?"),
+        ({"pathh": "x"}, "unknown key 'data.train.pathh'; did you mean 'data.train.path'?"),
+        ({"foo": 1}, "data.train: expected a section with one of the keys task (made in code), path (file or folder) or hub"),
+        ("sort", "data.train: expected a section with one of the keys task (made in code), path (file or folder) or hub"),
+        ({"task": "sort", "rows": 0}, "data.train.rows: Input should be greater than 0"),
+    ],
+)
+def test_a_mistyped_source_is_one_fault_not_one_for_each_kind(train: Any, fault: str) -> None:
+    recipe = {"pipeline": "sft", "max_steps": 1, "run_dir": "x", "model": {"path": "m"}, "backend": {"name": "single"}}
+    with pytest.raises(UserError) as caught:
+        config.parse({**recipe, "data": {"train": train}})
+    assert fault in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
