@@ -23,3 +23,11 @@ def read() -> Env:
 def use_loopback_for_collectives() -> None:
     """Let gloo connect ranks of one machine over loopback, whatever the host name resolves to. Before the process group exists."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+
+
+def keep_vllm_in_process() -> None:
+    """vLLM inside this process, on the threads this process has, and quiet. Before `import vllm`."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # its default binds every rank of a machine to the same cores
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -24,11 +24,11 @@ from transformers import (
 from drumroll.engines.base import Completion, EngineSpec
 from drumroll.models.builtin import tokenizer
 
-VOCABULARY = 64
+VOCABULARY = 66  # the tokenizer's; no multiple of what an engine may pad it to
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ROPE: dict[str, Any] = _IDS | {
     "vocab_size": VOCABULARY,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -41,7 +41,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_ROPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_ROPE, head_dim=32, tie_word_embeddings=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=None)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=256, **_IDS)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=256, **_IDS)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=8)),
 }
 

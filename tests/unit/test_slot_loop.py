@@ -178,14 +178,14 @@ def test_memory_is_what_the_longest_rows_need_and_sleep_gives_it_back(folders: d
     sampler = engine(folders["llama"], slots=4)
     weights = sampler.memory()
     list(sampler.generate([GenerateRequest(0, [5] * 10, 4, SamplingParams(20))]))
-    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
+    per_token = 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head size, bytes
     assert sampler.memory() - weights == 4 * 64 * per_token  # one growth step of 64 tokens holds them
     sampler.sleep()
     assert sampler.memory() == weights
 
 
 def test_rows_in_flight_are_bounded_by_memory(folders: dict[str, Path]) -> None:
-    row = 128 * 2 * 2 * 2 * 16 * 4
+    row = 128 * 2 * 2 * 2 * 32 * 4
     assert engine(folders["llama"], slots=99, cache_gib=(3.5 * row) / 2**30)._loop._slots == 3
     with pytest.raises(UserError, match=r"cache_gib.*one row of 128 tokens"):
         engine(folders["llama"], cache_gib=0.5 * row / 2**30)
