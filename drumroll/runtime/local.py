@@ -159,9 +159,11 @@ class _Processes(Ranks[W]):
         self._timeout_s = timeout_s
         # Port 0: the system picks a free port and this store holds it, so nobody can take it between choosing and binding.
         self._store = dist.TCPStore(env.LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        # Ranks fork from a server that has imported torch once: starting four of them costs one import, not four.
+        # Ranks fork from a server that has imported what they all need once: starting four of them costs one import, not four.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.fsdp", "transformers", "drumroll.backends.engine", "drumroll.runtime.worker"]
+        )
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         try:

@@ -31,6 +31,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "loss": _NUMBERS,
     "statistics of the loss": _NUMBERS,
     "gradients": (1e-5, 5e-2),  # a bfloat16 matmul rounds each of its results to 8 bits
+    "gradients of later steps": (1e-5, 5e-2),
     "gradient norm": _NUMBERS,
     "parameters after 3 steps": _WEIGHTS,
     "change of the parameters": (5e-4, 2e-1),  # float32 rounds a weight by up to 1e-4 of such a change

@@ -119,6 +119,7 @@ def jobs(cases: Sequence[Case], options: dict[str, Any], whole: bool) -> Iterato
         yield Job(Probe.train, replace(case, split=SPLITS[1], checkpointing=True), "activation checkpointing")
         yield Job(Probe.memory, case, WHOLE.name)
         yield Job(Probe.checkpoint, replace(case, split=SPLITS[1]), SPLITS[1].name)
+        yield Job(Probe.adopt, replace(case, split=SPLITS[1]), SPLITS[1].name)
         yield Job(Probe.skip, replace(case, split=POISONED), POISONED.name)
         if not case.subject.tied:  # then the gradient of a frozen body's embedding is NaN in some rows only, on one rank if it is sharded
             pattern = f"^{re.escape(case.subject.embedding)}$"

@@ -83,8 +83,8 @@ class Trial(AbstractContextManager["Trial"]):
         self._world_size = ranks
         self._device = device
         self._timeout_s = timeout_s
-        self._scratch = scratch
-        self._expected = expected
+        self.scratch = scratch
+        self.expected = expected
         self._ranks: Ranks[Probe] | None = None
         self._jobs = 0
         self._crashes = 0
@@ -96,7 +96,7 @@ class Trial(AbstractContextManager["Trial"]):
         if self._crashes >= MAX_CRASHES:
             return [labels.failed(f"{job.scenario.__name__}: not run", f"given up after {MAX_CRASHES} crashes")]
         self._jobs += 1
-        case = replace(job.case, scratch=self._scratch / f"{self._jobs}", writes=False)
+        case = replace(job.case, scratch=self.scratch / f"{self._jobs}", writes=False)
         try:
             if self._ranks is None:
                 self._ranks = launch(MakeProbe(self._backend), self._world_size, self._device, self._timeout_s, in_process=False)
@@ -105,7 +105,7 @@ class Trial(AbstractContextManager["Trial"]):
             self._ranks = None  # the runtime has ended them
             self._crashes += 1
             return [_crash(labels, job, str(error))]
-        return _judged(labels, replace(job, case=case), reports, self._expected[job.key])
+        return _judged(labels, replace(job, case=case), reports, self.expected[job.key])
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._ranks is not None:
