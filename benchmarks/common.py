@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from sides import Summary
 
-from drumroll.observe.checks import CheckRow, at_least, measured, table, write_rows
+from drumroll.observe.checks import CheckRow, Options, at_least, measured, table, write_rows
 
 _BUSY_SHARE = 0.05  # of all cores: above it a machine is not quiet
 _MIB = 1 << 20
@@ -101,7 +101,7 @@ def _wait_for(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def side_rows(check: str, summary: Summary, backend: str, options: Mapping[str, str | int]) -> list[CheckRow]:
+def side_rows(check: str, summary: Summary, backend: str, options: Options) -> list[CheckRow]:
     """What was measured of one side: seconds a step, tokens a second, memory, and the phases where the side knows them."""
     rows = [
         measured(f"{check}: seconds a step", summary.seconds, backend=backend, options=options),
@@ -114,7 +114,7 @@ def side_rows(check: str, summary: Summary, backend: str, options: Mapping[str, 
     return rows + phases
 
 
-def ratio_rows(check: str, other: Summary, ours: Summary, target: float | None, options: Mapping[str, str | int]) -> list[CheckRow]:
+def ratio_rows(check: str, other: Summary, ours: Summary, target: float | None, options: Options) -> list[CheckRow]:
     """How many times faster we are, by the clock (which a target binds), and by processor time (which a busy machine disturbs less)."""
     ratio = other.seconds / ours.seconds
     return [
@@ -125,10 +125,10 @@ def ratio_rows(check: str, other: Summary, ours: Summary, target: float | None, 
     ]
 
 
-def report(rows: Sequence[CheckRow], title: str, json: Path | None) -> None:
-    """Print the table, write it where asked for, and exit with 1 when a target was missed."""
+def report(rows: Sequence[CheckRow], title: str, json: Path | None, unshown: Sequence[CheckRow] = ()) -> None:
+    """Print the table, write it (and the rows that would only lengthen it) where asked for, and exit with 1 when a target was missed."""
     Console(width=None if sys.stdout.isatty() else 160).print(table(rows, title))
     if json is not None:
-        write_rows(json, rows)
+        write_rows(json, [*unshown, *rows])
     if not all(row.passed for row in rows):
         sys.exit(1)

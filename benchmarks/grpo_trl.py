@@ -62,14 +62,14 @@ class Ends(LogitsProcessor):
         self._eos = eos
         self._calls = 0
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor(channel.lengths)[:, None]
         self._calls += 1
         ends = torch.arange(scores.shape[1]) == self._eos
         return scores.masked_fill((ends & (self._calls < lengths)) | (~ends & (self._calls >= lengths)), float("-inf"))
 
 
-def with_prescribed_lengths(model: PreTrainedModel) -> PreTrainedModel:
+def with_prescribed_lengths(model: Any) -> PreTrainedModel:
     """The model, whose `generate` keeps to the lengths of the round wherever some are prescribed."""
     generate, eos = model.generate, model.generation_config.eos_token_id
 
@@ -78,6 +78,7 @@ def with_prescribed_lengths(model: PreTrainedModel) -> PreTrainedModel:
         return generate(*args, logits_processor=processors, **kwargs)
 
     model.generate = prescribed
+    assert isinstance(model, PreTrainedModel)
     return model
 
 
