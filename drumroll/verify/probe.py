@@ -139,7 +139,10 @@ class Probe:
                     backend.step(lr)
             report.memory = backend.memory()
             report.live_bytes = live_bytes(self._ctx.device)
-        backend.close()
+        with checking("memory: after close"):
+            backend.close()
+            left = live_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
+            report.observer.note("memory: after close", left, "share of the tensors that are still there")
         return report
 
     def checkpoint(self, case: Case) -> Report:

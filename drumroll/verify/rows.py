@@ -48,7 +48,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "skip: next parameters": _WEIGHTS,
     "forward-only: log-probs": _NUMBERS,
     "forward-only: entropy": _NUMBERS,
-    "memory: all tensors": (0.1, 0.1),
+    "memory: all tensors": (0.1, 0.1),  # buffers of communication, the batch
+    "memory: after close": (0.05, 0.05),
 }
 WHERE = "where"  # key of a failed row's options: rank, step and tensor, or the first line of an error
 _BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}  # of an element that trains, in float32, over all ranks together

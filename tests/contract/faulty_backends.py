@@ -85,6 +85,18 @@ class AveragesMicroBatches(Plain):
         super().zero()
 
 
+class ReducesWhatIsReduced(Plain):
+    """All-reduces what has piled up after every micro-batch."""
+
+    def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
+        return super().forward_backward(micro, loss, denominators, True)
+
+
+class TakesTheFirstRanksGradient(Plain):
+    def reduce(self, name: str, gradient: torch.Tensor) -> None:
+        dist.broadcast(gradient, 0)
+
+
 class KeepsGradients(Plain):
     def zero(self) -> None:
         pass
@@ -419,6 +431,11 @@ class RoundsTheExport(Plain):
             yield [(name, tensor.to(dtype)) for name, tensor in bucket]
 
 
+class ExportsOnTheFirstRankOnly(Plain):
+    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+        yield from super().weights(dtype) if dist.get_rank() == 0 else ()
+
+
 class ExportsTwice(Plain):
     def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
         yield from super().weights(dtype)
@@ -526,6 +543,11 @@ class HidesACopy(Plain):
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
         super().setup(ctx, model, optim)
         self.copy = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+class StaysAfterClose(Plain):
+    def close(self) -> None:
+        pass
 
 
 class HoldsMomentsWithoutAnOptimizer(Plain):

@@ -103,6 +103,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "DropsTheLastMicroBatch": ("train", "gradients", "log-probs"),
     "KeepsOnlyTheLastMicroBatch": ("train", "gradients", "log-probs"),
     "AveragesMicroBatches": ("train", "gradients", "log-probs"),
+    "ReducesWhatIsReduced": ("train", "gradients", "log-probs"),
+    "TakesTheFirstRanksGradient": ("train", "gradients", "log-probs"),
     "KeepsGradients": ("train", "gradients of later steps", "gradients"),
     "DetachesEntropy": ("train", "gradients", "entropy"),
     "ForgetsABuffer": ("train", "log-probs", "weights as loaded"),
@@ -144,6 +146,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "DigestsOfFloat32": ("whole", "digests", PARAMETERS),
     "IgnoresDtype": ("whole", "weights in bfloat16", PARAMETERS),
     "RoundsTheExport": ("whole", "weights as loaded", "log-probs after 3 steps"),
+    "ExportsOnTheFirstRankOnly": ("whole", "names exported", "log-probs after 3 steps"),
     "ExportsTwice": ("whole", "names exported", "log-probs after 3 steps"),
     "ExportsTrainableOnly": ("frozen", "skip: next parameters", "skip: nothing moves"),
     "RanksDiffer": ("whole", "ranks agree", "digests"),
@@ -152,6 +155,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "LoadsAllButOneParameter": ("checkpoint", "weights as restored", "moments in the files"),
     "ForgetsTheStepCount": ("adopt", FOREIGN_STEP, FOREIGN_WEIGHTS),
     "HidesACopy": ("memory", "memory: all tensors", "memory: optimizer"),
+    "StaysAfterClose": ("memory", "memory: after close", "memory: all tensors"),
     "HoldsMomentsWithoutAnOptimizer": ("forward_only", "forward-only: memory", "forward-only: log-probs"),
 }
 
