@@ -13,7 +13,7 @@ batch, fp32, no KL term, learning rate 1e-6, each in one process on one thread; 
           probability, 1 in 66 the end token, so lengths are geometric with a mean of about 65. In each round TRL's responses are made to
           have the very lengths that drumroll's had (a logits processor forbids the end token before its time and then forces it).
 
-drumroll's step is the product's own (`drumroll.pipelines.rl.take_step`): digests of the weights and every record and rollout included.
+drumroll's step is the product's own (`drumroll.pipelines.rl.Loop.step`): digests of the weights and every record and rollout included.
 """
 
 from __future__ import annotations
@@ -97,19 +97,20 @@ def steps(config: Any, channel: Channel) -> Iterator[Measure]:
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
     folder = Path(config.model.path)
     with open_session(config) as session, RewardSet(config.rewards) as rewards:
-        prompts, sampled_with = rl.open_prompts(config, folder)
+        prompts, sampled_with = rl.open_prompts(config, folder, rewards)
         spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
         with launch(partial(Worker, spec=spec), ranks=1, device="cpu") as ranks:
             policy = Policy(ranks, config, rl.total_optimizer_steps(config, algorithm))
             lengths = Lengths(policy.generate)
             rollouter = Rollouter(lengths, rewards, session.timer)
+            loop = rl.Loop(session, algorithm, policy, prompts, rollouter, sampled_with)
             session.push(policy)
             step = 0
             while channel.wait():
                 step += 1
                 watch = Stopwatch()
                 session.timer.restart()
-                rl.take_step(session, algorithm, policy, prompts, rollouter, sampled_with, step)
+                loop.step(step)
                 record = session.recorder.records[-1]
                 phases = {"sampling": record.seconds_generate, "training": record.seconds_train, "the weight push": record.seconds_sync}
                 yield watch.measure(record.train_tokens, phases, lengths.take() if channel.spec["stops"] else ())

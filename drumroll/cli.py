@@ -35,7 +35,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
     from drumroll.pipelines import rl, sft
 
     run = config.load(recipe, overrides or [])
-    plugins.check(run)
+    plugins.check(run, str(recipe))
     pipelines = {"rl": rl.train, "sft": sft.train}
     pipelines[run.pipeline](run)
 
@@ -52,7 +52,7 @@ def evaluate(
     from drumroll.pipelines import evaluate as pipeline
 
     run = config.load(recipe, [*(overrides or []), *([f"model.path={model}", "warmup=null"] if model else [])])
-    plugins.check(run)
+    plugins.check(run, str(recipe))
     pipeline.evaluate_model(run, json)
 
 

@@ -202,6 +202,7 @@ class WarmupConfig(Section):
     steps: Positive
     batch_size: Positive = 64
     lr: float = Field(1e-3, gt=0)
+    rows: Positive | None = Field(None, description="learn from the first rows of data.train only: few labelled examples, many prompts for RL")
     seed: int = 0
 
 

@@ -35,7 +35,7 @@ class Evaluator:
         if config.data.eval is None:
             raise UserError("data.eval: an evaluation needs rows, e.g. data.eval.path=held_out.jsonl")
         tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
-        rows = open_rows(config.data.eval, config.data, "rl", where="data.eval")
+        rows = open_rows(config.data.eval, config.data, "rl", rollouter.rewards.columns, where="data.eval")
         self._prompts = eval_prompts(rows, tokenizer, config.data, config.eval.rows)
         self._sampling = sampling.evaluation(config, load_eos_ids(folder, tokenizer))
         self._rollouter = rollouter

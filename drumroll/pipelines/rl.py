@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,66 +40,59 @@ def train(config: RunConfig) -> None:
     with open_session(config) as session, RewardSet(config.rewards) as rewards:
         folder = starting_model(config, session.recorder)
         session.start_from(folder)
-        prompts, sampled_with = open_prompts(config, folder)
+        prompts, sampled_with = open_prompts(config, folder, rewards)
         spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
         with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
             policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
             rollouter = Rollouter(policy.generate, rewards, session.timer)
             evaluator = Evaluator(config, folder, rollouter) if config.data.eval is not None else None
-            loop(session, algorithm, policy, prompts, rollouter, sampled_with, evaluator)
+            Loop(session, algorithm, policy, prompts, rollouter, sampled_with, evaluator).run()
             session.finish(policy)
 
 
-def loop(
-    session: Session,
-    algorithm: Algorithm,
-    policy: Policy,
-    prompts: PromptStream,
-    rollouter: Rollouter,
-    sampled_with: SamplingParams,
-    evaluator: Evaluator | None,
-) -> None:
-    """The training loop."""
-    config, timer = session.config, session.timer
-    session.push(policy)
-    if evaluator is not None:
-        evaluate.record(session.recorder, evaluator, 0, policy.version)
-    timer.restart()
-    for step in range(1, config.max_steps + 1):
-        take_step(session, algorithm, policy, prompts, rollouter, sampled_with, step)
-        session.checkpoint(policy, step)
-        if evaluator is not None and (step == config.max_steps or (config.eval.every and step % config.eval.every == 0)):
-            evaluate.record(session.recorder, evaluator, step, policy.version)
-            timer.restart()
+@dataclass(slots=True)
+class Loop:
+    """The training loop and what it turns over."""
+
+    session: Session
+    algorithm: Algorithm
+    policy: Policy
+    prompts: PromptStream
+    rollouter: Rollouter
+    sampled_with: SamplingParams
+    evaluator: Evaluator | None = None
+
+    def run(self) -> None:
+        """`max_steps` steps, with evaluations and checkpoints where the config asks for them."""
+        config, evaluator = self.session.config, self.evaluator
+        self.session.push(self.policy)
+        for step in range(config.max_steps + 1):
+            if step > 0:
+                self.step(step)
+                self.session.checkpoint(self.policy, step)
+            if evaluator is not None and (step in (0, config.max_steps) or (config.eval.every and step % config.eval.every == 0)):
+                evaluate.record(self.session.recorder, evaluator, step, self.policy.version)
+            self.session.timer.restart()
+
+    def step(self, step: int) -> None:
+        """Sample, judge, train, send the new weights, write everything down."""
+        session, policy, algorithm = self.session, self.policy, self.algorithm
+        version, rate = policy.version, policy.next_learning_rate
+        groups = collect(self.prompts, self.rollouter, algorithm, session.config.rollout.prompts_per_step, self.sampled_with)
+        with session.timer.phase("logprobs"):
+            samples = score(from_groups(groups), policy, algorithm)
+        samples = with_advantages(samples, groups, algorithm, self.sampled_with.max_tokens)
+        with session.timer.phase("train"):
+            updates = update(policy, samples, algorithm)
+        session.push(policy)
+        session.measure(policy)
+        record(session, step, version, groups, samples, updates, rate)
 
 
-def take_step(
-    session: Session,
-    algorithm: Algorithm,
-    policy: Policy,
-    prompts: PromptStream,
-    rollouter: Rollouter,
-    sampled_with: SamplingParams,
-    step: int,
-) -> None:
-    """One step of the loop: sample, judge, train, send the new weights, write everything down."""
-    timer, version = session.timer, policy.version
-    groups = collect(prompts, rollouter, algorithm, session.config.rollout.prompts_per_step, sampled_with)
-    with timer.phase("logprobs"):
-        samples = score(from_groups(groups), policy, algorithm)
-    samples = with_advantages(samples, groups, algorithm, sampled_with.max_tokens)
-    rate = policy.next_learning_rate
-    with timer.phase("train"):
-        updates = update(policy, samples, algorithm)
-    session.push(policy)
-    session.measure(policy)
-    record(session, step, version, groups, samples, updates, rate)
-
-
-def open_prompts(config: RunConfig, folder: Path) -> tuple[PromptStream, SamplingParams]:
+def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[PromptStream, SamplingParams]:
     """The training prompts and how they are sampled. Raises UserError for rows that cannot be used, before anything is launched."""
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
-    rows = open_rows(config.data.train, config.data, "rl")
+    rows = open_rows(config.data.train, config.data, "rl", rewards.columns)
     return PromptStream(rows, tokenizer, config.data, config.seed), sampling.training(config, load_eos_ids(folder, tokenizer))
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import transformers
 
 from drumroll import plugins
 from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext, StepResult
@@ -48,6 +49,7 @@ class Worker:
     def __init__(self, ctx: RankContext, spec: WorkerSpec) -> None:
         self._ctx = ctx
         self._spec = spec
+        transformers.utils.logging.disable_progress_bar()  # one bar a rank and a model would be drawn over the run's own view
         model = model_spec(spec.config, spec.folder, ctx.device)
         self._policy = self._backend(model, optim_spec(spec.config)) if "policy" in spec.plan.roles else None
         self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
