@@ -186,10 +186,10 @@ def rows(model: str, summaries: Sequence[Summary]) -> list[CheckRow]:
             found.append(row("of twice single", summary.tokens_per_second / (subject.ranks * single.tokens_per_second)))
         found.append(row("processor seconds a step, all ranks", summary.cpu_seconds))
         found.append(row("peak memory a rank, MiB", summary.peak_bytes / _MIB))
-    row = partial(measured, backend=FSDP2.name, options={"model": model}, ranks=FSDP2.ranks)
-    found.append(row("fsdp2 over ddp", ddp.seconds / fsdp2.seconds))
-    found.append(row("time over the bare loop", fsdp2.seconds / bare.seconds - 1))
-    found.append(row("processor time over the bare loop", fsdp2.cpu_seconds / bare.cpu_seconds - 1))
+    for subject, other in ((DDP, ddp), (BARE, bare)):
+        row = partial(measured, backend=FSDP2.name, options={"model": model, "against": subject.name}, ranks=FSDP2.ranks)
+        found.append(row("time, ratio", fsdp2.seconds / other.seconds))
+        found.append(row("processor time, ratio", fsdp2.cpu_seconds / other.cpu_seconds))
     return found
 
 

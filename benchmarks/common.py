@@ -7,13 +7,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from sides import Summary
 
 from drumroll.observe.checks import CheckRow, Options, at_least, measured, table, write_rows
@@ -125,9 +126,40 @@ def ratio_rows(check: str, other: Summary, ours: Summary, target: float | None, 
     ]
 
 
+_Key = tuple[str, str, int]
+
+
+def _split(rows: Sequence[CheckRow]) -> tuple[dict[_Key, dict[str, float]], list[CheckRow]]:
+    """What was only measured, three numbers or more about one thing: (backend, options, ranks) -> check -> value; and the rest."""
+    things: dict[_Key, dict[str, float]] = {}
+    of = {id(row): (row.backend, " ".join(f"{key}={value}" for key, value in row.options.items()), row.ranks) for row in rows}
+    for row in rows:
+        if row.tolerance is None and row.passed:
+            things.setdefault(of[id(row)], {})[row.check] = row.value
+    things = {key: values for key, values in things.items() if len(values) > 2}
+    return things, [row for row in rows if row.tolerance is not None or not row.passed or of[id(row)] not in things]
+
+
+def _side_table(things: Mapping[_Key, Mapping[str, float]], title: str) -> Table:
+    """A line a thing, a column a number."""
+    names = list(dict.fromkeys(name for values in things.values() for name in values))
+    grid = Table(title=title, title_justify="left", header_style="bold")
+    for head in ("backend", "options"):
+        grid.add_column(head, overflow="fold")
+    for name in ("ranks", *names):
+        grid.add_column(name.rpartition(": ")[2], justify="right", overflow="fold")
+    for (backend, options, ranks), values in things.items():
+        grid.add_row(backend, options, str(ranks), *(f"{values[name]:.4g}" if name in values else "" for name in names))
+    return grid
+
+
 def report(rows: Sequence[CheckRow], title: str, json: Path | None, unshown: Sequence[CheckRow] = ()) -> None:
     """Print the table, write it (and the rows that would only lengthen it) where asked for, and exit with 1 when a target was missed."""
-    Console(width=None if sys.stdout.isatty() else 160).print(table(rows, title))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    sides, rest = _split(rows)
+    if sides:
+        console.print(_side_table(sides, title))
+    console.print(table(rest, "" if sides else title))
     if json is not None:
         write_rows(json, [*unshown, *rows])
     if not all(row.passed for row in rows):
