@@ -6,7 +6,7 @@ Axis suffixes in shapes: B rows in flight (some of them idle), S slots, E end-of
 keys and values, and a response's first token is sampled like every other. A group's prompt is prefilled once and its keys and values
 go to the slots of all its rows. Rows start in the order of requests; a row whose group was prefilled in an earlier refill copies the
 prompt from a slot of that group. Such a slot exists: only the newest group can be part started, it had rows in flight when it was cut
-off, and what they leave behind stays until this very refill. Refills wait until an eighth of the batch is idle, because a prefill of
+off, and what they leave behind stays until this very refill. Refills wait until 1/16 of the batch is idle, because a prefill of
 one row costs as much Python as one of eight; when nothing waits, the same rule closes the gaps by moving rows.
 """
 
@@ -28,7 +28,7 @@ from drumroll.engines.response import Row
 from drumroll.engines.sampling import Distribution, sample, uniform
 from drumroll.engines.weights import vocabulary_of
 
-_IDLE_SHARE = 8  # refill or compact when 1/8 of the batch is idle
+_IDLE_SHARE = 16  # refill or compact when 1/16 of the batch is idle
 _STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}  # a look at finished rows waits for the device
 _NO_TOKEN = -1
 
@@ -47,6 +47,7 @@ class _Batch:
     key: torch.Tensor  # int64 [B]
     drawn: torch.Tensor  # int64 [B], tokens sampled so far
     index: torch.Tensor  # int64 [B], 0 .. B-1
+    length: int  # tokens of the longest live row, the next input included
     distribution: Distribution
 
 
@@ -66,11 +67,12 @@ class SlotLoop:
         """Rows as they finish, each with whether it stopped (an end-of-sequence id, a stop string) rather than ran out of tokens."""
         queue = _Queue(waiting)
         slots: list[Row | None] = []
-        while queue or any(slots):
-            if sum(row is None for row in slots) * _IDLE_SHARE >= len(slots):
+        idle = 0
+        while queue or idle < len(slots):
+            if idle * _IDLE_SHARE >= len(slots):
                 rows = self._refill(slots, queue) if queue else self._compact(slots)
-                slots, batch, eos_BE = list(rows), self._batch(rows), _eos_table(rows)
-            ids_KB, logprobs_KB = self._decode(slots, batch)
+                slots, batch, eos_BE, idle = list(rows), self._batch(rows), _eos_table(rows), 0
+            ids_KB, logprobs_KB = self._decode(batch)
             gone = []
             for slot, row, stop in _take_in(slots, ids_KB, logprobs_KB, eos_BE, stopped):
                 gone.append(slot)
@@ -78,6 +80,8 @@ class SlotLoop:
                 yield row, stop
             if gone:  # an idle row writes where it stands: the prompt before it may still be copied, and it must not outgrow the cache
                 batch.last[gone] = batch.position[gone]
+                batch.length = max((row.length for row in slots if row is not None), default=0)
+                idle += len(gone)
 
     @torch.inference_mode()
     def _refill(self, slots: list[Row | None], queue: _Queue) -> list[Row]:
@@ -140,24 +144,24 @@ class SlotLoop:
             key=self._index([row.key for row in rows]),
             drawn=self._index([len(row.token_ids) for row in rows]),
             index=torch.arange(len(rows), device=self._device),
+            length=max(row.length for row in rows),
             distribution=Distribution.of([row.request.sampling for row in rows], self._vocabulary, self._device),
         )
 
     @torch.inference_mode()
-    def _decode(self, slots: list[Row | None], batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
+    def _decode(self, batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
         """K decode steps: sampled ids and log-probs, [K, B] each, those of idle rows without meaning."""
-        length = max(row.length for row in slots if row is not None)
-        self._cache.reserve(len(slots), length + self._steps)
-        steps = [self._step(batch, length + step) for step in range(self._steps)]
+        self._cache.reserve(len(batch.index), batch.length + self._steps)
+        steps = [self._step(batch) for _ in range(self._steps)]
         return torch.stack([ids for ids, _ in steps]).cpu().numpy(), torch.stack([logprobs for _, logprobs in steps]).cpu().numpy()
 
-    def _step(self, batch: _Batch, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample one token a row: ids and log-probs [B]; `length` bounds the tokens of any live row, the new input included."""
-        self._cache.plan = Decode(batch.index, batch.position, length)
+    def _step(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample one token a row: ids and log-probs [B]."""
+        self._cache.plan = Decode(batch.index, batch.position, batch.length)
         logits = self._model(
             input_ids=batch.token[:, None],
             position_ids=batch.position[:, None],
-            attention_mask=decode_mask(batch.position, length, self._model.dtype),
+            attention_mask=decode_mask(batch.position, batch.length, self._model.dtype),
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
@@ -165,6 +169,7 @@ class SlotLoop:
         batch.token = ids
         batch.position = torch.minimum(batch.position + 1, batch.last)
         batch.drawn = batch.drawn + 1
+        batch.length += 1
         return ids, logprobs
 
     def _index(self, values: list[int] | list[list[int]]) -> torch.Tensor:
@@ -190,11 +195,9 @@ class _Queue:
 
 def _eos_table(rows: list[Row]) -> np.ndarray:
     """End-of-sequence ids of each row, int64 [B, E]."""
-    width = max(1, *(len(row.request.sampling.eos_ids) for row in rows)) if rows else 1
-    table = np.full((len(rows), width), _NO_TOKEN, dtype=np.int64)
-    for slot, row in enumerate(rows):
-        table[slot, : len(row.request.sampling.eos_ids)] = row.request.sampling.eos_ids
-    return table
+    sets = [row.request.sampling.eos_ids for row in rows]
+    width = max(map(len, sets))
+    return np.array([ids + (_NO_TOKEN,) * (width - len(ids)) for ids in sets], dtype=np.int64).reshape(len(rows), width)
 
 
 def _take_in(

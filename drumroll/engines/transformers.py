@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Config(Section):
-    slots: int = Field(128, gt=0, description="most rows in flight")
+    slots: int = Field(256, gt=0, description="most rows in flight")
     cache_gib: float = Field(4.0, gt=0, description="most memory of the key-value cache; bounds the rows in flight")
     prefill_tokens: int = Field(4096, gt=0, description="most tokens of one prefill, padding included (a longer prompt goes alone)")
     loop: Literal["auto", "generate"] = Field("auto", description="auto: the slot loop where it is exact; generate: never")
