@@ -25,6 +25,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _STREAMS: dict[Stream, int] = {"train": 1, "eval": 2}
 _BLOCK = 256  # entries of the vocabulary summed in float32 before float64 takes over
+_CANDIDATES = 1024  # most likely tokens looked at before the whole vocabulary is sorted for top_p
 
 
 def _signed(value: int) -> int:
@@ -82,6 +83,7 @@ class Distribution:
     top_k: torch.Tensor | None  # int64 [B, 1]
     top_p: torch.Tensor | None  # float32 [B, 1]
     min_p: torch.Tensor | None  # float32 [B, 1]
+    widest: int  # largest top_k, the vocabulary where some row has none
 
     @staticmethod
     def of(rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> Distribution:
@@ -96,6 +98,7 @@ class Distribution:
             top_k=column([min(r.top_k or vocabulary, vocabulary) for r in rows], vocabulary),
             top_p=column([float(r.top_p) for r in rows], 1.0),
             min_p=column([float(r.min_p) for r in rows], 0.0),
+            widest=max((min(r.top_k or vocabulary, vocabulary) for r in rows), default=vocabulary),
         )
 
 
@@ -120,19 +123,34 @@ def sample(logits_BV: torch.Tensor, uniform_B: torch.Tensor, distribution: Distr
 
 
 def _filtered(logits_BV: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """Logits with -inf where a filter excludes the token. Ties are broken by token id, so exactly k tokens pass top_k."""
-    sorted_BV, order_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True)
-    if distribution.top_k is not None:
-        rank = torch.arange(logits_BV.shape[-1], device=logits_BV.device)
-        sorted_BV = sorted_BV.masked_fill(rank >= distribution.top_k, float("-inf"))
-    if distribution.top_p is not None:
-        probs_BV = sorted_BV.softmax(-1, dtype=torch.float64)
-        before_BV = probs_BV.cumsum(-1) - probs_BV  # mass of the more likely tokens: the one that crosses top_p stays in
-        sorted_BV = sorted_BV.masked_fill((before_BV >= distribution.top_p) & (distribution.top_p < 1), float("-inf"))
+    """Logits with -inf where a filter excludes the token."""
+    if distribution.top_k is not None or distribution.top_p is not None:
+        logits_BV = _most_likely(logits_BV, distribution)
     if distribution.min_p is not None:
-        floor = sorted_BV[:, :1] + distribution.min_p.log()  # in logits: a ratio of probabilities is a difference
-        sorted_BV = sorted_BV.masked_fill(sorted_BV < floor, float("-inf"))
-    return torch.empty_like(sorted_BV).scatter_(-1, order_BV, sorted_BV)
+        floor_B1 = logits_BV.amax(-1, keepdim=True) + distribution.min_p.log()  # a ratio of probabilities is a difference of logits
+        logits_BV = logits_BV.masked_fill(logits_BV < floor_B1, float("-inf"))
+    return logits_BV
+
+
+def _most_likely(logits_BV: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """Logits cut to the top k, then to top p of what is left. Sorting a whole vocabulary is slow: a few candidates are tried first."""
+    for width in (min(_CANDIDATES, distribution.widest), distribution.widest):
+        kept_BK, order_BK = logits_BV.topk(width)
+        complete_B1 = torch.full_like(order_BK[:, :1], width == distribution.widest, dtype=torch.bool)
+        log_total_B1 = logits_BV.logsumexp(-1, keepdim=True)
+        if distribution.top_k is not None:
+            kept_BK = kept_BK.masked_fill(torch.arange(width, device=kept_BK.device) >= distribution.top_k, float("-inf"))
+            complete_B1 = complete_B1 | (distribution.top_k <= width)
+            log_total_B1 = torch.where(distribution.top_k <= width, kept_BK.logsumexp(-1, keepdim=True), log_total_B1)
+        if distribution.top_p is not None:
+            probs_BK = (kept_BK - log_total_B1).exp().double()
+            mass_BK = probs_BK.cumsum(-1)
+            before_BK = mass_BK - probs_BK  # of the more likely tokens: the token that crosses top_p stays in
+            kept_BK = kept_BK.masked_fill((before_BK >= distribution.top_p) & (distribution.top_p < 1), float("-inf"))
+            complete_B1 = complete_B1 | ((mass_BK[:, -1:] >= distribution.top_p) & (distribution.top_p < 1))
+        if width == distribution.widest or bool(complete_B1.all()):
+            break
+    return torch.full_like(logits_BV, float("-inf")).scatter_(-1, order_BK, kept_BK)
 
 
 def _draw(logits_BV: torch.Tensor, uniform_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
