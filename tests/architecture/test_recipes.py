@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from drumroll import config, plugins
+from drumroll.algorithms.presets import resolve
+from drumroll.runtime.plan import plan
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
@@ -21,6 +23,11 @@ def test_recipe_is_valid_and_plugin_sections_too(path: Path, tmp_path: Path) -> 
     plugins.check(recipe, str(path))
     config.dump(recipe, tmp_path / "resolved.yaml")
     assert config.load(tmp_path / "resolved.yaml") == recipe
+    assert recipe.algorithm is not None
+    algorithm = resolve(recipe.algorithm, recipe.rollout.max_tokens)  # refuses keys that the preset would not read
+    planned = plan(recipe, algorithm.needs_reference)
+    assert planned.world_size == recipe.runtime.ranks
+    assert planned.roles == {"policy", "engine"} | ({"reference"} if algorithm.needs_reference else set())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
