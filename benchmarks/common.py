@@ -77,7 +77,10 @@ def _processor() -> str:
 
 
 def matmul_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, size: int = 1024, tries: int = 15) -> float:
-    """Best rate of a `size`^3 matrix product in FLOP/s, on one thread of a CPU: the peak that shares of a peak are shares of."""
+    """Best rate of a `size`^3 matrix product in FLOP/s: the peak that shares of a peak are shares of.
+
+    On a CPU on one thread, and by processor time, as a busy machine would make it too low and every share too high.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -88,18 +91,17 @@ def matmul_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.f
 
 
 def _timed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> float:
-    repeats = 10 if a.is_cuda else 1
-    _wait_for(a)
+    if not a.is_cuda:
+        start = time.process_time()
+        torch.mm(a, b, out=out)
+        return time.process_time() - start
+    repeats = 10
+    torch.cuda.synchronize(a.device)
     start = time.perf_counter()
     for _ in range(repeats):
         torch.mm(a, b, out=out)
-    _wait_for(a)
+    torch.cuda.synchronize(a.device)
     return (time.perf_counter() - start) / repeats
-
-
-def _wait_for(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
 
 
 def side_rows(check: str, summary: Summary, backend: str, options: Options) -> list[CheckRow]:

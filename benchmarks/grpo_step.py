@@ -13,6 +13,8 @@ batch, fp32, no KL term, learning rate 1e-6, each in one process on one thread; 
           probability, 1 in 66 the end token, so lengths are geometric with a mean of about 65. In each round TRL's responses are made to
           have the very lengths that drumroll's had (a logits processor forbids the end token before its time and then forces it).
 
+How many rows go through the model at once is a choice of either side; the defaults are those that were fastest here.
+
 drumroll's step is the product's own (`drumroll.pipelines.rl.Loop.step`): digests of the weights and every record and rollout included.
 """
 
@@ -74,6 +76,7 @@ def run_config(spec: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
         "rewards": [{"fn": f"{HERE / 'grpo_reward.py'}:judge", "isolate": False}],
         "algorithm": {"name": "grpo", "group_size": spec["group_size"], "kl": {"coef": 0.0}},
         "optim": {"lr": spec["lr"]},
+        "train": {"micro_batch_tokens": spec["cap"]},
         "backend": {"name": "single"},
         "engine": {"name": "transformers"},
         "runtime": {"ranks": 1, "device": "cpu"},
@@ -165,7 +168,7 @@ def run_case(case: Case, out: Path, options: argparse.Namespace) -> dict[str, Su
     rows, texts = prompt_rows(out)
     spec = {
         **asdict(case), "model": str(case_folder(case, out)), "rows": str(rows), "prompts": texts, "prompts_per_step": 8, "group_size": 8,
-        "lr": 1e-6, "trl_rows": options.trl_rows, "trl_cache": options.trl_cache,
+        "lr": 1e-6, "cap": options.cap, "trl_rows": options.trl_rows, "trl_cache": options.trl_cache,
     }  # fmt: skip
     sides = {
         "drumroll": python(Path(__file__), CHILD),
@@ -196,6 +199,7 @@ def main() -> None:
 
     parser = common.parser(__doc__)
     parser.add_argument("--trl-python", default=sys.executable, metavar="PATH", help="Python of an environment with TRL")
+    parser.add_argument("--cap", type=int, default=2048, help="drumroll's train.micro_batch_tokens")
     parser.add_argument("--trl-rows", type=int, default=16, help="TRL's per_device_train_batch_size; 64 samples a step whatever it is")
     parser.add_argument("--trl-cache", choices=("dynamic", "static"), default=None, help="TRL's cache_implementation")
     parser.add_argument("--rounds", type=int, default=3, help="steps of each side that count, after one that does not")
