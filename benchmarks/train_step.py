@@ -174,7 +174,8 @@ def main() -> None:
         for side, summary in sides.items():
             where: dict[str, str | int] = {"batch": name, "side": side}
             rows += common.side_rows("training step", summary, "single", where)
-            rows.append(measured("training step: share of the matmul rate", work / summary.cpu_seconds / peak, backend="single", options=where))
+            share = work / summary.cpu_seconds / peak
+            rows.append(measured("training step: share of the matmul rate", share, backend="single", options=where))
         check = "training step: times faster than a plain loop"
         rows += common.ratio_rows(check, sides["plain"], sides["drumroll"], target, {"batch": name})
     common.report(rows, f"A training step, {options.rounds} alternating pairs, medians", options.json)
