@@ -29,7 +29,7 @@ from drumroll.engines.sampling import Distribution, sample, uniform
 from drumroll.engines.weights import vocabulary_of
 
 _IDLE_SHARE = 16  # refill or compact when 1/16 of the batch is idle
-_STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}  # a look at finished rows waits for the device
+_STEPS_BETWEEN_LOOKS = 8  # on an accelerator, where a look at finished rows waits for the device
 _NO_TOKEN = -1
 
 
@@ -61,7 +61,7 @@ class SlotLoop:
         self._slots = slots
         self._prefill_tokens = prefill_tokens
         self._vocabulary = vocabulary_of(model)
-        self._steps = _STEPS_BETWEEN_LOOKS[self._device.type]
+        self._steps = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_LOOKS
 
     def run(self, waiting: Iterator[Row], stopped: Stopped) -> Iterator[tuple[Row, bool]]:
         """Rows as they finish, each with whether it stopped (an end-of-sequence id, a stop string) rather than ran out of tokens."""

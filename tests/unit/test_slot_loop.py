@@ -70,6 +70,19 @@ def test_families_are_exact_or_fall_back(family: str, folders: dict[str, Path], 
     assert worst < 1e-5
 
 
+def test_bfloat16_agrees_with_a_plain_forward_to_its_own_rounding(folders: dict[str, Path]) -> None:
+    """Mean gap of log-probs a few times 2^-8: a wrong position or mask would be of the order of 1."""
+    sampler = EMBEDDED(EMBEDDED.Config())
+    sampler.start(spec(folders["llama"], dtype=torch.bfloat16))
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16).eval()
+    gaps = []
+    for completion in sampler.generate([GenerateRequest(0, [1, 7, 9], 8, SamplingParams(20))]):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[1, 7, 9, *completion.token_ids]]), use_cache=False).logits[0, 2:-1].float().log_softmax(-1)
+        gaps.append((logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0] - torch.tensor(completion.logprobs)).abs())
+    assert float(torch.cat(gaps).mean()) < 0.05
+
+
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_slots_refills_and_compaction_do_not_show(slots: int, folders: dict[str, Path]) -> None:
     """11 groups of 3 through few slots give the tokens that 33 slots at once give; groups are cut by refills at every place."""
