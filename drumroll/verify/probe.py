@@ -101,7 +101,7 @@ class Probe:
         """Of the first step's gradient, not clipped: the scale of what follows."""
         backend = self._start(case, replace(case.optim, max_grad_norm=0.0))
         norm = self._steps(case, backend, _observer(case, ""), range(1))[0].result.grad_norm
-        backend.close()
+        _close(backend)
         return norm
 
     def train(self, case: Case) -> Report:
@@ -123,7 +123,7 @@ class Probe:
             self._exports(backend, report)
         else:
             report.exported = fingerprints(_flat(backend.weights(torch.float32)))
-        backend.close()
+        _close(backend)
         return report
 
     def memory(self, case: Case) -> Report:
@@ -137,10 +137,10 @@ class Probe:
                     backend.forward_backward(micro, Loss(), counts, last=number == len(micros) - 1)
                 if lr is not None:
                     backend.step(lr)
-            report.memory = backend.memory()
+            report.memory = {kind: int(size) for kind, size in backend.memory().items()}
             report.live_bytes = live_bytes(self._ctx.device)
+        _close(backend)
         with checking("memory: after close"):
-            backend.close()
             left = live_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
             report.observer.note("memory: after close", left, "share of the tensors that are still there")
         return report
@@ -156,7 +156,7 @@ class Probe:
             seen.compare("weights saved", "saved", _flat(backend.weights(torch.float32)))
             report.exported = fingerprints(_flat(backend.weights(torch.float32)))
         self._go_on(case, backend, seen, "step after saving")
-        backend.close()
+        _close(backend)
         backend = self._restored(case, case.scratch / SAVED)
         with checking("weights as restored"):
             wrong = differing(fingerprints(_flat(backend.weights(torch.float32))), report.exported)
@@ -164,7 +164,7 @@ class Probe:
         with checking("save"):
             backend.save(case.scratch / SAVED_AGAIN)
         self._go_on(case, backend, seen, "step after restoring")
-        backend.close()
+        _close(backend)
         return report
 
     def adopt(self, case: Case) -> Report:
@@ -174,7 +174,7 @@ class Probe:
         with checking(FOREIGN_WEIGHTS):
             report.observer.compare(FOREIGN_WEIGHTS, "saved", _flat(backend.weights(torch.float32)))
         self._go_on(case, backend, report.observer, FOREIGN_STEP)
-        backend.close()
+        _close(backend)
         return report
 
     def skip(self, case: Case) -> Report:
@@ -192,7 +192,7 @@ class Probe:
         with checking("skip: next parameters"):
             seen.compare("skip: next parameters", "trained", _flat(backend.weights(torch.float32)))
         report.exported = fingerprints(_flat(backend.weights(torch.float32)))
-        backend.close()
+        _close(backend)
         return report
 
     def forward_only(self, case: Case) -> Report:
@@ -204,7 +204,7 @@ class Probe:
             held = backend.memory()
             extra = held["gradient"] + held["optimizer"]
             report.observer.note("forward-only: memory", extra, "bytes of gradients and optimizer state")
-        backend.close()
+        _close(backend)
         return report
 
     def close(self) -> None:
@@ -259,7 +259,8 @@ class Probe:
                 with checking(gradients):
                     seen.compare(gradients, f"gradients-{step}", backend.gradients())
             with checking("step"):
-                done.append(SeenStep(stats, backend.step(LEARNING_RATES[step % STEPS])))
+                result = backend.step(LEARNING_RATES[step % STEPS])
+                done.append(SeenStep(stats, StepResult(float(result.grad_norm), bool(result.skipped))))
         return done
 
     def _go_on(self, case: Case, backend: Backend, seen: Observer, check: str) -> None:
@@ -327,6 +328,11 @@ def checking(check: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise _check_error(check, error) from error
+
+
+def _close(backend: Backend) -> None:
+    with checking("close"):
+        backend.close()
 
 
 def _check_error(check: str, error: Exception) -> CheckError:

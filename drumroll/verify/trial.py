@@ -126,9 +126,10 @@ def _judged(labels: Labels, job: Job, reports: Sequence[Report], expected: Repor
 
 
 def _crash(labels: Labels, job: Job, text: str) -> CheckRow:
-    """A row that names the check and the first line of the error; for a hang or a killed process, the scenario and what became of it."""
-    first_line, *rest = text.splitlines()
+    """A row that names the check and the first line of the error; outside a check (a hang, a killed process), the scenario."""
+    who, *rest = text.splitlines()
+    who = who.partition(" failed first")[0]
     if named := failed_check(text):
-        return labels.failed(named[0], f"{first_line.partition(' failed')[0]}: {named[1]}")
-    return labels.failed(job.scenario.__name__, f"{first_line} {rest[0] if rest else ''}".strip())
-
+        return labels.failed(named[0], f"{who}: {named[1]}")
+    told = [line for line in rest if line.strip() and not line.startswith("(ranks ")]
+    return labels.failed(job.scenario.__name__, f"{who}: {told[-1] if told else text}")

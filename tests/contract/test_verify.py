@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -215,6 +216,7 @@ def test_a_hang_ends_at_the_limit(cases: tuple[dict[str, Case], Trial]) -> None:
         assert time.monotonic() - started < 30.0
     assert not row.passed
     assert math.isnan(row.value)
+    assert re.search(r"rank \d: .*(silent for 5 s|[Tt]imed out|[Tt]imeout)", row.options["where"])
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
