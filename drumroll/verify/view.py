@@ -14,11 +14,10 @@ from drumroll.observe.checks import CheckRow
 from drumroll.verify.rows import WHERE
 
 _LABELS = ("model", "batch", WHERE)  # keys of a row's options that are not the backend's
-_MAX_FAILURES = 12  # shown one by one; the JSON file has all
 
 
 def show(console: Console, rows: Sequence[CheckRow], title: str, seconds: float) -> None:
-    """Print the table, then where each failed check failed, then the verdict."""
+    """Print the table, then where each failed check failed first, then the verdict."""
     models = list(dict.fromkeys(str(row.options["model"]) for row in rows))
     lines: dict[tuple[str, str], list[CheckRow]] = {}
     for row in rows:
@@ -46,12 +45,12 @@ def _verdict(console: Console, rows: Sequence[CheckRow], seconds: float) -> None
     batches = list(dict.fromkeys(str(row.options["batch"]) for row in rows))
     console.print(f"[dim]Each value is the worst over ranks and batches ({escape('; '.join(batches))}).[/]", highlight=False)
     failed = [row for row in rows if not row.passed]
-    for row in failed[:_MAX_FAILURES]:
+    for check in dict.fromkeys(row.check for row in failed):
+        row, *others = [row for row in failed if row.check == check]
         options = f" {_options(row)}" if _options(row) else ""
         where = f"{row.options['model']}, {row.options['batch']}{options}: {row.options.get(WHERE, '')}"
-        console.print(f"[bold red]FAIL[/] {escape(row.check)} [dim]({row.value:.3g})[/]: {escape(where)}", highlight=False)
-    if len(failed) > _MAX_FAILURES:
-        console.print(f"... and {len(failed) - _MAX_FAILURES} more", highlight=False)
+        more = f" [dim](and {len(others)} more)[/]" if others else ""
+        console.print(f"[bold red]FAIL[/] {escape(check)} [dim]({row.value:.3g})[/]: {escape(where)}{more}", highlight=False)
     if failed:
         names = ", ".join(dict.fromkeys(row.check for row in failed))
         console.print(f"[bold red]{len(failed)} of {len(rows)} checks failed[/] in {seconds:.0f} s: {escape(names)}", highlight=False)
