@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from drumroll.errors import UserError
 from drumroll.explain import explain
@@ -27,7 +27,7 @@ Positive = Annotated[int, Field(gt=0)]
 class Section(BaseModel):
     """Base of every section, plug-ins' included: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class ModelConfig(Section):
@@ -38,6 +38,16 @@ class ModelConfig(Section):
     attention: str = Field("sdpa", description="transformers' attn_implementation")
     checkpointing: bool = Field(False, description="activation checkpointing, one unit a transformer block")
     trust_remote_code: bool = False
+
+    @field_validator("trainable")
+    @classmethod
+    def _trainable_compiles(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
 
 
 class TaskSource(Section):
@@ -134,7 +144,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, lt=1)
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="a response ends where one of these texts appears")
 
 
 class RewardConfig(Section):
@@ -184,7 +194,7 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate over `lr`")
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
@@ -284,6 +294,16 @@ class RunConfig(Section):
             missing = [k for k, v in (("algorithm", self.algorithm), ("engine", self.engine), ("rewards", self.rewards)) if not v]
             if missing:
                 raise ValueError(f"pipeline: rl needs {', '.join(missing)}")
+        return self
+
+    @model_validator(mode="after")
+    def _pipeline_reads_what_is_set(self) -> RunConfig:
+        if self.pipeline == "sft" and self.warmup is not None:
+            raise ValueError("warmup: not read by pipeline: sft, which trains model.path itself; set warmup=null")
+        if self.pipeline == "sft" and self.eval.every:
+            raise ValueError("eval.every: not read by pipeline: sft, which does not evaluate; set eval.every=0")
+        if self.pipeline == "rl" and self.train.batch_size != TrainConfig().batch_size:
+            raise ValueError("train.batch_size: not read by pipeline: rl; set rollout.prompts_per_step, algorithm.group_size and algorithm.minibatches")
         return self
 
     @property

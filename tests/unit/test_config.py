@@ -101,6 +101,14 @@ def test_missing_keys_are_named() -> None:
         (tree(backend={"name": "a", "x": 3}), ["backend", "'x'", "a.x"]),
         (tree(rewards=[]), ["rl needs rewards"]),
         (tree(max_steps=0), ["max_steps", "greater than 0", "got 0"]),
+        (tree(optim__lr=math.inf), ["optim.lr", "finite", "got inf"]),
+        (tree(rewards__0__weight=math.nan), ["rewards.0.weight", "finite", "got nan"]),
+        (tree(optim__betas=[0.9, 1.0]), ["optim.betas.1", "less than 1", "got 1.0"]),
+        (tree(model__trainable=["layers.(1"]), ["model.trainable", "'layers.(1' is not a regular expression", "unterminated"]),
+        (tree(rollout__stop=["a", ""]), ["rollout.stop.1", "at least 1 character", "got ''"]),
+        (tree(pipeline="sft", warmup="some/folder"), ["warmup: not read by pipeline: sft"]),
+        (tree(pipeline="sft", eval__every=5), ["eval.every: not read by pipeline: sft"]),
+        (tree(train__batch_size=8), ["train.batch_size: not read by pipeline: rl", "rollout.prompts_per_step"]),
     ],
 )
 def test_a_wrong_value_says_what_was_expected_and_got(source: dict[str, Any], words: list[str]) -> None:
