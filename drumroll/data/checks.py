@@ -30,8 +30,12 @@ def row_faults(row: Row, data: DataConfig, purpose: Literal["rl", "sft"], needed
     completion = data.completion_column if purpose == "sft" else None
     wanted = [*needed, *([] if data.template else [data.prompt]), *([completion] if completion else [])]
     missing = [name for name in dict.fromkeys(wanted) if row.columns.get(name) is None]
-    if missing:
-        yield f"{row.id}: no column {' or '.join(map(repr, missing))}; it has {', '.join(map(repr, row.columns)) or 'none'}"
+    absent = [name for name in missing if name not in row.columns]
+    if absent:
+        yield f"{row.id}: no column {' or '.join(map(repr, absent))}; it has {', '.join(map(repr, row.columns)) or 'none'}"
+    for name in missing:
+        if name in row.columns:
+            yield f"{row.id}: column {name!r} is null"
     for name, value in row.columns.items():
         if _has_surrogate(value):
             yield f"{row.id}: column {name!r} holds half of a surrogate pair, which no tokenizer or file can take"

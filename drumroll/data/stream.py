@@ -7,7 +7,7 @@ again, also for a row that is left out: the ids of what follows do not depend on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -84,15 +84,16 @@ class RowStream:
         self.cursor = cursor
 
     def next_of(self, make: Callable[[int, Row], T | None]) -> T:
-        """Draw until `make` gives something; a None is counted as left out. Raises UserError after a whole epoch of Nones."""
-        limit = self._rows.length or 10_000
-        for _ in range(limit):
+        """Draw until `make` gives something; a None is counted as left out. Raises UserError when no row of an epoch can be used."""
+        # One usable row may be the first of an epoch and the last of the next: only twice the length is sure to hold a whole epoch.
+        length = self._rows.length
+        for _ in range(10_000 if length is None else 2 * length):
             made = make(*self.draw())
             if made is not None:
                 return made
             self.cursor = replace(self.cursor, left_out=self.cursor.left_out + 1)
         raise UserError(
-            f"none of {limit} rows in a row can be used: prompts over data.max_prompt_tokens, or nothing to learn within the longest length"
+            f"none of {length or 10_000} rows in a row can be used: prompts over data.max_prompt_tokens, or nothing to learn within the longest length"
         )
 
     def _order_of(self, epoch: int) -> np.ndarray | None:
@@ -169,10 +170,6 @@ class SampleStream:
 class EvalPrompts:
     prompts: list[Prompt]  # every row once, in file order; group_id is the row's index
     left_out: int  # rows over max_prompt_tokens
-
-    def batches(self, size: int) -> Iterator[list[Prompt]]:
-        """All prompts in runs of `size`; the last may be shorter."""
-        return (self.prompts[start : start + size] for start in range(0, len(self.prompts), size))
 
 
 def eval_prompts(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataConfig, limit: int) -> EvalPrompts:

@@ -7,15 +7,13 @@ import logging
 import numpy as np
 import pytest
 
-from drumroll.config import DataConfig, RewardConfig, TaskSource
+from drumroll.config import DataConfig, TaskSource
 from drumroll.data.rows import Row
 from drumroll.data.sources import LoadedRows
 from drumroll.data.stream import Cursor, PromptStream, SampleStream, epoch_order, eval_prompts
 from drumroll.data.tasks import task_rows
 from drumroll.errors import UserError
 from drumroll.models.builtin import tokenizer as char_tokenizer
-from drumroll.rewards.base import RewardSet
-from drumroll.types import Group, Rollout
 
 TOKENIZER = char_tokenizer()
 EOS = (2,)
@@ -112,6 +110,14 @@ def test_a_source_of_which_nothing_fits_is_an_error_not_a_hang() -> None:
         PromptStream(task_rows(TaskSource(task="sort")), TOKENIZER, data(max_prompt_tokens=3), 0).draw(1)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_one_usable_row_among_many_is_found_in_every_epoch(seed: int) -> None:
+    """It may be drawn first in one epoch and last in the next, with more than an epoch's worth of others between."""
+    mixed = LoadedRows([Row(f"r:{i}", {"prompt": "1" if i == 0 else "1" * 50, "completion": "x", "index": i}) for i in range(6)])
+    source = PromptStream(mixed, TOKENIZER, data(max_prompt_tokens=3), seed)
+    assert drawn(source, 20) == [0] * 20
+
+
 def test_case_5_samples_without_a_target_are_left_out_counted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """A longest length that cuts whole completions away must not make samples whose loss is 0/0."""
     long = LoadedRows([Row("long", {"prompt": "abcdef", "completion": "xy"}), Row("short", {"prompt": "a", "completion": "xyz"})])
@@ -130,24 +136,11 @@ def test_case_5_samples_without_a_target_are_left_out_counted_and_warned_of(capl
         only_long.draw(1)
 
 
-@pytest.mark.parametrize("batch", [64, 256])
-def test_case_31_every_evaluation_row_is_scored_once(batch: int) -> None:
-    """200 rows, reward = row index: the mean is 99.5 at any batch size, and nothing is dropped or counted twice."""
+def test_evaluation_prompts_are_every_row_once_in_file_order() -> None:
+    """Case 31's rows; that ranks and metric keep each of them once is `tests/contract/test_policy.py`."""
     made = eval_prompts(rows(200), TOKENIZER, data(), limit=1000)
-    with RewardSet((RewardConfig(fn=f"{__file__}:row_index", isolate=False),)) as rewards:
-        groups = []
-        for prompts in made.batches(batch):
-            scored = [Group(p, [Rollout(0, [2], [0.0], 0, "stop", "")]) for p in prompts]
-            rewards.score(scored)
-            groups += scored
-    assert [g.prompt.columns["index"] for g in groups] == list(range(200))
-    values = [g.rollouts[0].reward for g in groups]
-    assert sum(v for v in values if v is not None) / len(values) == 99.5
-    assert all(g.prompt.stream == "eval" and g.prompt.group_id == g.prompt.columns["index"] for g in groups)
-
-
-def row_index(rollout: Rollout, prompt: object) -> float:
-    return float(prompt.columns["index"])  # type: ignore[attr-defined]
+    assert [p.columns["index"] for p in made.prompts] == list(range(200))
+    assert all(p.stream == "eval" and p.group_id == p.columns["index"] for p in made.prompts)
 
 
 def test_evaluation_of_nothing_is_an_error() -> None:
