@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -86,15 +86,21 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     single = folder / _SINGLE
     if not single.is_file():
         raise UserError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither; save the model with save_pretrained")
-    with safe_open(single, framework="pt") as reader:
-        return dict.fromkeys(reader.keys(), single)
+    return dict.fromkeys(_open(single).keys(), single)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{file}: not a whole safetensors file ({error}); copy or download it again") from error
 
 
 def _read(readers: dict[Path, Any], file: Path, name: str, shard: Shard) -> torch.Tensor:
     if file not in readers:
         if not file.is_file():
             raise UserError(f"{file}: named by {_INDEX} for {name!r}, but there is no such file")
-        readers[file] = safe_open(file, framework="pt")
+        readers[file] = _open(file)
     view = readers[file].get_slice(name)
     if tuple(view.get_shape()) != shard.shape:
         raise UserError(f"{file}: {name!r} has shape {tuple(view.get_shape())}; the model of config.json has {shard.shape}")

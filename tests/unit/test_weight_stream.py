@@ -141,3 +141,10 @@ def test_one_rank_is_bit_equal_in_lower_precision(tmp_path: Path) -> None:
     folder = models.make("qwen2-tied", tmp_path / "tied")
     [result] = run_ranks(_sharded, 1, folder, torch.bfloat16, False, timeout=100)
     assert result == {"gradient": 0.0, "logprob": 0.0}
+
+
+def test_a_cut_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors: not a whole safetensors file"):
+        models.scorer(folder)
