@@ -96,6 +96,15 @@ def test_whitening_with_few_valid_cells(garbage: float) -> None:  # (7), (4)
     assert got.std() == pytest.approx(1.0, abs=2e-6)
 
 
+@pytest.mark.parametrize("lone", [[[None, 0.7], [None]], [[0.7]]])
+def test_a_batch_with_one_verdict_is_not_whitened(lone: list[list[float | None]]) -> None:  # (7), as the batch kinds meet it
+    passed_through = [[0.0 if r is None else r for r in group] for group in lone]
+    assert compute("batch", lone) == passed_through
+    assert compute("group_mean_batch_std", lone) == [[0.0] * len(group) for group in lone]
+    two = compute("batch", [[None, 0.7], [0.1]])
+    assert [*two[0], *two[1]] == pytest.approx([0.0, 1.0, -1.0], abs=1e-5)
+
+
 def test_whitening_ignores_padding() -> None:  # (8)
     values, mask = np.array([[2.0, 4.0, 0, 0], [6.0, 0, 0, 0]]), np.array([[1, 1, 0, 0], [1, 0, 0, 0]], BOOL)
     clean = whiten(values, mask)

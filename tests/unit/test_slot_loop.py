@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drumroll import plugins
 from drumroll.engines import cache as cache_module
@@ -105,6 +106,23 @@ def test_generate_loop_draws_the_same_tokens(folders: dict[str, Path]) -> None:
     slots, fallback = engine(folders["qwen3"], slots=8), engine(folders["qwen3"], slots=8, loop="generate")
     assert type(slots._loop) is not type(fallback._loop)
     assert tokens(slots.generate(asked)) == tokens(fallback.generate(asked))
+
+
+def test_the_generate_loop_ignores_the_models_generation_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Failure case 68 where it comes from: `generate` fills every field that is left open from what the model ships."""
+    shipped = tmp_path / "shipped"
+    shutil.copytree(folders["mistral-window"], shipped)
+    GenerationConfig(
+        do_sample=True, temperature=0.3, top_k=5, top_p=0.33, repetition_penalty=3.0, min_new_tokens=9, suppress_tokens=list(range(7, 40)),
+        eos_token_id=list(range(20, 30)), max_length=20,
+    ).save_pretrained(shipped)  # fmt: skip
+    asked = ragged(9, 3)
+    odd, plain = engine(shipped, slots=8), engine(folders["mistral-window"], slots=8)
+    assert type(odd._loop) is type(engine(folders["qwen3"], loop="generate")._loop)
+    found, expected = by_identity(list(odd.generate(asked))), by_identity(list(plain.generate(asked)))
+    assert {i: (c.token_ids, c.logprobs, c.finish_reason) for i, c in found.items()} == {
+        i: (c.token_ids, c.logprobs, c.finish_reason) for i, c in expected.items()
+    }
 
 
 def test_a_prompt_is_prefilled_once(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
