@@ -40,11 +40,12 @@ class Sort(Section):
 class Larger(Section):
     """`larger 27 51:` -> `51`; columns `a` and `b` hold the two numbers, which always differ."""
 
-    digits: int = Field(2, ge=1, le=18, description="both numbers are drawn evenly from 0 to 10^digits - 1")
+    digits: int = Field(2, ge=1, le=18, description="both numbers have this many digits, the first one not 0 (one digit: 0 to 9)")
 
     def make(self, random: Random) -> Columns:
         """One row: prompt, completion and answer, and what the class adds."""
-        a, b = random.sample(range(10**self.digits), 2)
+        least = 10 ** (self.digits - 1) if self.digits > 1 else 0
+        a, b = random.sample(range(least, 10**self.digits), 2)
         return {**_row(f"larger {a} {b}:", str(max(a, b))), "a": str(a), "b": str(b)}
 
 

@@ -19,7 +19,7 @@ def columns(task: str, index: int, seed: int = 0, **options: int) -> dict[str, s
 def test_pinned_rows() -> None:
     """Another Python, another machine, another year: the same rows. A change here changes every recorded run."""
     assert columns("sort", 3) == {"prompt": "sort 452195:", "answer": "124559", "completion": "124559"}
-    assert columns("larger", 3) == {"prompt": "larger 87 27:", "answer": "87", "completion": "87", "a": "87", "b": "27"}
+    assert columns("larger", 3) == {"prompt": "larger 97 37:", "answer": "97", "completion": "97", "a": "97", "b": "37"}
     assert columns("reverse", 3) == {"prompt": "reverse bktzv:", "answer": "vztkb", "completion": "vztkb"}
 
 
@@ -40,7 +40,8 @@ def test_rows_are_pure_right_and_spelled_with_the_alphabet(task: str) -> None:
 def test_options() -> None:
     assert len(columns("sort", 0, digits=9)["answer"]) == 9
     assert len(columns("reverse", 0, length=2)["answer"]) == 2
-    assert all(int(columns("larger", i, digits=4)["answer"]) < 10_000 for i in range(50))
+    assert {len(columns("larger", i, digits=4)[name]) for i in range(50) for name in "ab"} == {4}
+    assert {columns("larger", i, digits=1)["a"] for i in range(400)} == set("0123456789")
     numbers = [columns("larger", i, digits=1) for i in range(400)]
     assert all(row["a"] != row["b"] for row in numbers)
     assert 0.4 < sum(int(row["a"]) > int(row["b"]) for row in numbers) / 400 < 0.6  # the answer's place gives nothing away
