@@ -93,7 +93,8 @@ class RowStream:
                 return made
             self.cursor = replace(self.cursor, left_out=self.cursor.left_out + 1)
         raise UserError(
-            f"none of {length or 10_000} rows in a row can be used: prompts over data.max_prompt_tokens, or nothing to learn within the longest length"
+            f"none of {length or 10_000} rows in a row can be used: "
+            "prompts over data.max_prompt_tokens, or nothing to learn within the longest length"
         )
 
     def _order_of(self, epoch: int) -> np.ndarray | None:

@@ -107,7 +107,8 @@ def logprob_gap(history: Sequence[StepRecord]) -> Alarm | None:
     return Alarm(
         "logprob_gap",
         f"sampler and trainer differ by {last:.2g} nats a token on average{was}",
-        "they do not compute the same distribution: stale weights, another dtype, another temperature or mask, or a kernel that differs",
+        "they do not compute the same distribution: stale weights, another dtype, another temperature or mask, "
+        "a kernel that differs; or rollout.top_p, top_k or min_p, which the trainer does not apply",
         "compare weight versions and digests, run `drumroll replay` on this step, and set the same dtype on both sides",
     )
 

@@ -130,6 +130,7 @@ def step_line(record: StepRecord, total: int) -> str:
     parts += [f"gap {record.logprob_gap_mean:.1e}"] if record.logprob_gap_mean is not None else []
     parts += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2g}"]
     parts += [f"no verdict {record.abstentions}"] if record.abstentions else []
+    parts += [f"left out {record.left_out}"] if record.left_out else []
     parts += [f"SKIPPED {record.skipped_steps}"] if record.skipped_steps else []
     phases = " ".join(f"{name} {value:.1f}" for name, value in phase_seconds(record) if value >= 0.05)
     return "  ".join([*parts, f"{record.seconds_total:.1f}s" + (f" ({phases})" if phases else ""), f"{record.tokens_per_second:.0f} tok/s"])

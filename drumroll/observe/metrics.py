@@ -57,6 +57,7 @@ class StepRecord:
     tokens: int = 0  # tokens of prompts (once a group) and responses
     no_variance_share: float | None = None  # share of groups whose rewards are all equal: they teach nothing
     abstentions: int = 0  # rollouts without a verdict, left out of training
+    left_out: int = 0  # prompts over data.max_prompt_tokens passed over so far, never sampled from
     prompt_tokens_mean: float | None = None
     response_tokens_mean: float | None = None
     response_tokens_max: int | None = None
@@ -249,15 +250,24 @@ def _mean(updates: Sequence[StepStats], name: str) -> float | None:
 
 
 def rl_record(
-    *, step: int, version: int, tokens_digest: str, update: UpdateFacts, rollouts: RolloutFacts, seconds: PhaseSeconds, peak_bytes: int
+    *,
+    step: int,
+    version: int,
+    tokens_digest: str,
+    update: UpdateFacts,
+    rollouts: RolloutFacts,
+    seconds: PhaseSeconds,
+    peak_bytes: int,
+    left_out: int = 0,
 ) -> StepRecord:
-    """The record of one RL step; `version` is the weight version that sampled it."""
+    """The record of one RL step; `version` is the weight version that sampled it, `rollouts` says what was drawn, trained on or not."""
     return StepRecord(
         phase="rl",
         step=step,
         version=version,
         tokens_digest=tokens_digest,
         peak_bytes=peak_bytes,
+        left_out=left_out,
         **asdict(update),
         **asdict(rollouts),
         **_speed(seconds, rollouts.tokens),

@@ -78,7 +78,7 @@ class Loop:
         """Sample, judge, train, send the new weights, write everything down."""
         session, policy, algorithm = self.session, self.policy, self.algorithm
         version, rate = policy.version, policy.next_learning_rate
-        groups = collect(self.prompts, self.rollouter, algorithm, session.config.rollout.prompts_per_step, self.sampled_with)
+        drawn, groups = collect(self.prompts, self.rollouter, algorithm, session.config.rollout.prompts_per_step, self.sampled_with)
         with session.timer.phase("logprobs"):
             samples = score(from_groups(groups), policy, algorithm)
         samples = with_advantages(samples, groups, algorithm, self.sampled_with.max_tokens)
@@ -86,7 +86,7 @@ class Loop:
             updates = update(policy, samples, algorithm)
         session.push(policy)
         session.measure(policy)
-        record(session, step, version, groups, samples, updates, rate)
+        record(session, step, version, drawn, samples, updates, rate, self.prompts.state().left_out)
 
 
 def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[PromptStream, SamplingParams]:
@@ -100,16 +100,23 @@ def total_optimizer_steps(config: RunConfig, algorithm: Algorithm) -> int:
     return config.max_steps * algorithm.minibatches * algorithm.epochs
 
 
-def collect(prompts: PromptStream, rollouter: Rollouter, algorithm: Algorithm, wanted: int, params: SamplingParams) -> list[Group]:
-    """`wanted` scored groups. Dynamic sampling (Yu et al. 2025) leaves out groups that teach nothing and draws again."""
+def collect(
+    prompts: PromptStream, rollouter: Rollouter, algorithm: Algorithm, wanted: int, params: SamplingParams
+) -> tuple[list[Group], list[Group]]:
+    """Scored groups: all that were drawn, and at most `wanted` of them to train on.
+
+    Dynamic sampling (Yu et al. 2025) trains on no group that teaches nothing and draws again for it.
+    """
     draws = algorithm.max_draws if algorithm.dynamic_sampling else 1
+    drawn: list[Group] = []
     kept: list[Group] = []
     for _ in range(draws):
         groups = rollouter.rollout(prompts.draw(wanted), algorithm.group_size, params)
+        drawn += groups
         kept += [g for g in groups if not algorithm.dynamic_sampling or has_variance([r.reward for r in g.rollouts])]
         if len(kept) >= wanted:
             break
-    return kept[:wanted]
+    return drawn, kept[:wanted]
 
 
 def score(samples: list[TrainSample], policy: Policy, algorithm: Algorithm) -> list[TrainSample]:
@@ -131,22 +138,24 @@ def record(
     session: Session,
     step: int,
     version: int,
-    groups: Sequence[Group],
+    drawn: Sequence[Group],
     samples: Sequence[TrainSample],
     updates: Sequence[StepStats],
     rate: float,
+    left_out: int,
 ) -> None:
-    """Write the step down: metrics, every rollout, and the batch itself for `drumroll replay`."""
+    """Write the step down: metrics and rollouts of every group drawn, trained on or not, and the batch itself for `drumroll replay`."""
     if session.config.record.batches:
         batches.write(batches.path(session.run_dir / BATCHES_DIR, step), samples)
-    session.recorder.rollouts(metrics.rollout_records(groups, phase="train", step=step, samples=samples))
+    session.recorder.rollouts(metrics.rollout_records(drawn, phase="train", step=step, samples=samples))
     session.recorder.step(
         metrics.rl_record(
             step=step,
             version=version,
             tokens_digest=metrics.tokens_digest([s.token_ids.tolist() for s in samples]),
             update=metrics.update_facts(updates, rate),
-            rollouts=metrics.rollout_facts(groups),
+            rollouts=metrics.rollout_facts(drawn),
+            left_out=left_out,
             seconds=session.timer.take(),
             peak_bytes=session.peak_bytes,
         )
