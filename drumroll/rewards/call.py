@@ -36,7 +36,7 @@ def judged(function: RewardFunction, args: tuple[Any, ...], count: int) -> Outco
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return as_values(value, function, count)
-    except Exception:  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
+    except (Exception, SystemExit):  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
         return Outcome("failed", detail=traceback.format_exc())
 
 

@@ -59,6 +59,11 @@ class Worker:
         """What the worker sent; raises EOFError or ConnectionError when it is dead."""
         return self.connection.recv()
 
+    def reap(self) -> None:
+        """Let a process that has hung up end by itself, so that its exit status is its own and not that of our kill."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+
     def kill(self) -> int:
         """End the process and all that it started; returns its exit status."""
         with suppress(ProcessLookupError):
@@ -115,6 +120,7 @@ class WorkerPool:
         try:
             message = worker.receive()
         except (EOFError, ConnectionError):
+            worker.reap()
             index, status = worker.call, self._replace(worker)
             if index is None:
                 self._start_failed(status)

@@ -68,6 +68,8 @@ def obey(rollout: Rollout, prompt: Any) -> float | None:
             time.sleep(1000)
         case ["die"]:
             os.kill(os.getpid(), signal.SIGKILL)
+        case ["exit"]:
+            os._exit(3)
         case ["raise"]:
             raise ValueError("no verdict from me")
         case ["print"]:
@@ -196,12 +198,13 @@ def test_outcomes_come_in_the_order_of_the_calls_and_with_their_reason() -> None
     pool = WorkerPool([(f"{HERE}:obey", {})], 2)
     try:
         prompt = Prompt(0, "", "", [1], {})
-        found = pool.run([Call(0, (rollout(text), prompt), 1, LIMIT_S) for text in ("go", "spin", "raise", "die", "go")])
+        found = pool.run([Call(0, (rollout(text), prompt), 1, LIMIT_S) for text in ("go", "spin", "raise", "die", "exit", "go")])
     finally:
         pool.close()
-    assert [o.kind for o in found] == ["value", "timeout", "failed", "failed", "value"]
+    assert [o.kind for o in found] == ["value", "timeout", "failed", "failed", "failed", "value"]
     assert found[0] == Outcome("value", (1.0,)) and found[1].detail == "over 1 s"
     assert "ValueError: no verdict from me" in found[2].detail and "exit status -9" in found[3].detail
+    assert "exit status 3" in found[4].detail
 
 
 def test_workers_that_cannot_start_end_the_run() -> None:

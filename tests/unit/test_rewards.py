@@ -53,6 +53,10 @@ def raises(rollout: Rollout, prompt: Prompt) -> float:
     raise ZeroDivisionError("always")
 
 
+def leaves(rollout: Rollout, prompt: Prompt) -> float:
+    sys.exit(3)
+
+
 async def slow(rollout: Rollout, prompt: Prompt) -> float:
     await asyncio.sleep(float(rollout.text))
     return 1.0
@@ -217,6 +221,8 @@ def test_a_failure_on_some_is_counted_and_on_all_ends_the_run(caplog: pytest.Log
         assert "failed on 2 responses" in caplog.text and "could not convert string to float: 'one'" in caplog.text
     message = r"(?s):raises failed on all 2 responses.*in raises.*ZeroDivisionError: always"
     with RewardSet([here("raises")]) as rewards, pytest.raises(RunError, match=message):
+        rewards.score([group("1", "2")])
+    with RewardSet([here("leaves")]) as rewards, pytest.raises(RunError, match=r"(?s):leaves failed on all 2 responses.*SystemExit: 3"):
         rewards.score([group("1", "2")])
 
 
