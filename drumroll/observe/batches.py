@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drumroll.errors import RunError
 from drumroll.types import TrainSample
 
 PER_TARGET = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs")
@@ -19,7 +20,10 @@ def path(folder: Path, step: int) -> Path:
 
 
 def write(file: Path, samples: Sequence[TrainSample]) -> None:
-    """Write samples in order, flat: arrays of a field follow each other, `lengths` cuts them; a field that is None is absent."""
+    """Write samples in order, flat: arrays of a field follow each other, `lengths` cuts them; a field that is None is absent.
+
+    Raises RunError when the disk refuses.
+    """
     flat: dict[str, np.ndarray] = {
         "lengths": np.array([len(s.token_ids) for s in samples], np.int64),
         "group_id": np.array([s.group_id for s in samples], np.int64),
@@ -30,16 +34,21 @@ def write(file: Path, samples: Sequence[TrainSample]) -> None:
     for name, columns in _per_target(samples).items():
         if columns is not None:
             flat[name] = _join(columns, np.float32)
-    file.parent.mkdir(parents=True, exist_ok=True)
     staging = file.with_suffix(".tmp")
-    with staging.open("wb") as out:
-        np.savez(out, allow_pickle=False, **flat)
-    os.replace(staging, file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with staging.open("wb") as out:
+            np.savez(out, allow_pickle=False, **flat)
+        os.replace(staging, file)
+    except OSError as error:
+        raise RunError(f"{file}: cannot write the batch: {error}; free the disk, or set record.batches=false") from error
 
 
 def read(file: Path) -> list[TrainSample]:
     """Samples in the order written."""
     with np.load(file, allow_pickle=False) as flat:
+        if not flat["lengths"].size:
+            return []  # every sample was left out of training; np.split would make one of nothing
         ends = np.cumsum(flat["lengths"])[:-1]
         token_ids, masks = np.split(flat["token_ids"], ends), np.split(flat["target_mask"], ends)
         target_ends = np.cumsum([int(mask.sum()) for mask in masks])[:-1]
