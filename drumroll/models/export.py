@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +31,8 @@ def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes:
 
     Tied weights have one key, the embedding's. A file takes at most `shard_bytes` of tensors (or one larger tensor), and one file's tensors
     are held at a time. Persistent buffers, which do not train, are those of `source`. Raises RunError when the names are not exactly those
-    of the parameters that `source/config.json` describes, each once, or when dtypes are mixed.
+    of the parameters that `source/config.json` describes, each once, when dtypes are mixed, or when the
+    disk refuses.
     """
     parameters, buffers = _expected_names(source)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +45,8 @@ def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes:
         _finish_weights(temporary)
         _copy_rest(source, temporary, dtype)
         _replace(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out}: cannot write the model: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

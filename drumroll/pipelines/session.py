@@ -149,7 +149,11 @@ def _new_run_dir(run_dir: Path) -> Path:
         kept = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.{n}")).exists())
         run_dir.rename(kept)
         print(f"the run that was in {run_dir} is now in {kept}")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).touch()
+    except OSError as error:
+        raise UserError(f"run_dir: cannot write into {run_dir}: {error}; name another directory, or free the disk") from error
     return run_dir
 
 

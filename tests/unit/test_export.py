@@ -1,6 +1,7 @@
 """Exported folders load in transformers with nothing missing and the same logits. Failure case 46."""
 
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,22 @@ def test_names_that_are_not_the_models_leave_the_old_folder_as_it_was(tmp_path: 
         save_folder(source, out, ([(n, t.bfloat16() if "norm" in n else t) for n, t in b] for b in _buckets(scorer)))
     assert (out / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]  # nothing temporary is left
+
+
+def test_a_disk_that_refuses_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
+    source, out = models.make("llama", tmp_path / "source"), tmp_path / "out"
+    scorer = models.scorer(source)
+    save_folder(source, out, _buckets(scorer))
+    before = (out / "model.safetensors").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(RunError, match=r"out: cannot write the model: .*File too large"):
+            save_folder(source, out, _buckets(scorer))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (out / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_an_older_folder_is_replaced(tmp_path: Path) -> None:
