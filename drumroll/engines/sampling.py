@@ -167,9 +167,10 @@ def _draw(logits_BV: torch.Tensor, uniform_B1: torch.Tensor) -> tuple[torch.Tens
     blocks = weights.view(rows, -1, min(_BLOCK, vocabulary))
     cumulative = torch.nn.functional.pad(blocks.sum(-1).cumsum(-1, dtype=torch.float64), (1, 0))
     target = uniform_B1 * cumulative[:, -1:]  # below the total: the largest uniform number is 1 - 2^-53
-    block = torch.searchsorted(cumulative, target, right=True) - 1
+    # The clamps are for logits that are not finite: an index in range, and a NaN log-prob by which the caller knows.
+    block = (torch.searchsorted(cumulative, target, right=True) - 1).clamp_(0, blocks.shape[1] - 1)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, blocks.shape[-1]))[:, 0].cumsum(-1, dtype=torch.float64)
     # The float32 sum of a block may exceed its float64 sum in the last bits: stay within the block's last token that has any weight.
     offset = torch.minimum(target - cumulative.gather(-1, block), inside[:, -1:].nextafter(inside.new_zeros(())))
-    ids = block * blocks.shape[-1] + torch.searchsorted(inside, offset, right=True)
+    ids = (block * blocks.shape[-1] + torch.searchsorted(inside, offset, right=True)).clamp_(max=vocabulary - 1)
     return ids, logits_BV.gather(-1, ids) - top_B1 - cumulative[:, -1:].log().float()

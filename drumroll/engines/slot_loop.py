@@ -26,6 +26,7 @@ from drumroll.engines.base import GenerateRequest
 from drumroll.engines.cache import Decode, Prefill, SlotCache, decode_mask
 from drumroll.engines.response import Row
 from drumroll.engines.sampling import Distribution, sample, uniform
+from drumroll.errors import RunError
 from drumroll.engines.weights import vocabulary_of
 
 _IDLE_SHARE = 16  # refill or compact when 1/16 of the batch is idle
@@ -73,6 +74,7 @@ class SlotLoop:
                 rows = self._refill(slots, queue) if queue else self._compact(slots)
                 slots, batch, eos_BE, idle = list(rows), self._batch(rows), _eos_table(rows), 0
             ids_KB, logprobs_KB = self._decode(batch)
+            _check_finite(slots, logprobs_KB)
             gone = []
             for slot, row, stop in _take_in(slots, ids_KB, logprobs_KB, eos_BE, stopped):
                 gone.append(slot)
@@ -198,6 +200,13 @@ def _eos_table(rows: list[Row]) -> np.ndarray:
     sets = [row.request.sampling.eos_ids for row in rows]
     width = max(map(len, sets))
     return np.array([ids + (_NO_TOKEN,) * (width - len(ids)) for ids in sets], dtype=np.int64).reshape(len(rows), width)
+
+
+def _check_finite(slots: list[Row | None], logprobs_KB: np.ndarray) -> None:
+    """Raises RunError when a live row was sampled from logits that are not finite."""
+    broken_B = np.isnan(logprobs_KB).any(axis=0)
+    if broken_B.any() and any(row is not None and broken_B[slot] for slot, row in enumerate(slots)):
+        raise RunError("the model's logits are not finite, so nothing can be sampled: its weights hold NaN or infinity, or overflow")
 
 
 def _take_in(

@@ -257,3 +257,14 @@ class TestStopStrings:
         assert Text(tokenizer()).stopped(row)
         row.token_ids.append(2)
         assert not Text(tokenizer()).stopped(row)  # it was completed earlier
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"temperature": 0.0}])
+def test_weights_that_are_not_finite_end_sampling_in_words(value: float, filters: dict[str, float], folders: dict[str, Path]) -> None:
+    sampler = engine(folders["llama"])
+    weights = {name: parameter.detach().clone() for name, parameter in sampler._model.named_parameters()}
+    weights["lm_head.weight"][5] = value
+    sampler.load_weights([list(weights.items())], version=1)
+    with pytest.raises(RunError, match="logits are not finite"):
+        list(sampler.generate([GenerateRequest(0, [5, 6, 7], 4, SamplingParams(6, **filters))]))
