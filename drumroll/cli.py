@@ -23,7 +23,8 @@ app.add_typer(model_app, name="model")
 
 Recipe = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, e.g. runtime.ranks=4 backend.name=ddp.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Values instead of the recipe's, e.g. runtime.ranks=4 backend.name=ddp.", show_default=False),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON rows to this file.")]
 
@@ -44,7 +45,9 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 def evaluate(
     recipe: Recipe,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Model folder to evaluate instead of the recipe's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Evaluate this model instead of the recipe's: a folder, a hub id or builtin:NAME.")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Score a model on a recipe's evaluation rows."""
@@ -56,18 +59,19 @@ def evaluate(
     pipeline.evaluate_model(run, json)
 
 
-@app.command(epilog="Examples: drumroll verify fsdp2 --ranks 2    drumroll verify my_backend.py:MyBackend --model ./my-model")
+@app.command(epilog="Example: drumroll verify fsdp2 --ranks 2\n\nYour own: drumroll verify my_backend.py:PLUGIN --model ./my-model")
 def verify(
     backend: Annotated[str, typer.Argument(help="Backend name, or file.py:Class / module:Class of your own.", show_default=False)],
-    ranks: Annotated[int, typer.Option(min=1, help="World size.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
     model: Annotated[
-        list[str] | None, typer.Option(help="Model folders to verify on; default: small models of two families, tied and untied.")
+        list[str] | None,
+        typer.Option(help="A folder, a hub id or builtin:NAME; may be given several times. Default: small models made in code."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Json = None,
 ) -> None:
-    """Prove a training backend against the executable specification."""
+    """Compare a training backend with `single`, the executable specification."""
     from drumroll.verify import suite
 
     if not suite.run(backend, ranks=ranks, models=tuple(model or ()), dtype=dtype, device=device, json=json):
@@ -76,7 +80,7 @@ def verify(
 
 @app.command(epilog="Example: drumroll replay runs/quickstart@3 backend.name=ddp runtime.ranks=4")
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run directory and step.", show_default=False)],
+    run: Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run directory and step, e.g. runs/quickstart@3.", show_default=False)],
     overrides: Overrides = None,
     json: Json = None,
 ) -> None:
@@ -106,7 +110,7 @@ def model_get(name: Annotated[str, typer.Argument(help="A name from `drumroll mo
 
 @model_app.command(name="list", epilog="Example: drumroll model list")
 def model_list() -> None:
-    """Names that `model.path` may have beside folders and hub ids."""
+    """List the names that `model.path` may have beside folders and hub ids."""
     from drumroll.models import builtin, download
 
     for name, spec in builtin.SPECS.items():
@@ -115,7 +119,7 @@ def model_list() -> None:
         typer.echo(f"{name}  {source.hub}, fetched by `drumroll model get {name}`")
 
 
-@app.command()
+@app.command(epilog="Example: drumroll doctor")
 def doctor() -> None:
     """Say what is installed, what can be used on this machine, and what to do about the rest."""
     from drumroll.verify.doctor import show
