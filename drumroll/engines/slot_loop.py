@@ -26,8 +26,8 @@ from drumroll.engines.base import GenerateRequest
 from drumroll.engines.cache import Decode, Prefill, SlotCache, decode_mask
 from drumroll.engines.response import Row
 from drumroll.engines.sampling import Distribution, sample, uniform
-from drumroll.errors import RunError
 from drumroll.engines.weights import vocabulary_of
+from drumroll.errors import RunError
 
 _IDLE_SHARE = 16  # refill or compact when 1/16 of the batch is idle
 _STEPS_BETWEEN_LOOKS = 8  # on an accelerator, where a look at finished rows waits for the device
