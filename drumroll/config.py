@@ -212,7 +212,7 @@ class WarmupConfig(Section):
     steps: Positive
     batch_size: Positive = 64
     lr: float = Field(1e-3, gt=0)
-    rows: Positive | None = Field(None, description="learn from the first rows of data.train only: few labelled examples, many prompts for RL")
+    data: SourceConfig | None = Field(None, description="solved examples to learn from; none: data.train")
     seed: int = 0
 
 

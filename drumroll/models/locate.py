@@ -29,6 +29,8 @@ def locate(path: str) -> Path:
         if not (local / "config.json").is_file():
             raise UserError(f"model {path}: the folder has no config.json; expected a HF model folder")
         return local
+    if path.count("/") > 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"model {path}: no such folder; expected a HF model folder, a hub id, or a name from `drumroll model list`")
     try:
         return Path(snapshot_download(path, allow_patterns=_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

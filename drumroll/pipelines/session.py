@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -93,7 +95,8 @@ class Session:
 @contextmanager
 def open_session(config: RunConfig) -> Iterator[Session]:
     """A new run directory with its recorder. However the block ends, records are closed and summary and report written."""
-    run_dir = _new_run_dir(Path(config.run_dir))
+    run_dir = Path(config.run_dir)
+    kept = _make_room(run_dir)
     configs.dump(config, run_dir / CONFIG_FILE)
     started = time.monotonic()
     sinks: list[Sink] = [console_sink(config.run_dir, _totals(config))]
@@ -113,20 +116,10 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         raise
     finally:
         session.recorder.close()
-        summary = summarise(
-            status=status,
-            records=session.recorder.records,
-            evals=session.recorder.evals,
-            weight_pushes=session.pushes,
-            digests_matched=session.pushes_matched,
-            wall_seconds=time.monotonic() - started,
-            peak_bytes_per_rank=session.peak_bytes_per_rank,
-            error=error,
-        )
-        write_summary(run_dir / SUMMARY_FILE, summary)
-        if session.recorder.records:
-            write_report(run_dir)
-        print(closing(summary, run_dir))
+        if status != "completed" and not session.recorder.records and not session.recorder.evals:
+            _undo(run_dir, kept)
+        else:
+            _finish_records(session, status, error, time.monotonic() - started)
 
 
 def _totals(config: RunConfig) -> dict[StepPhase, int]:
@@ -137,8 +130,9 @@ def _totals(config: RunConfig) -> dict[StepPhase, int]:
     return totals
 
 
-def _new_run_dir(run_dir: Path) -> Path:
-    """An empty directory at `run_dir`; a run that is there already is kept under the next free name, `run_dir.1`, `run_dir.2`, ..."""
+def _make_room(run_dir: Path) -> Path | None:
+    """An empty directory at `run_dir`. A run that is there is kept under the next free name, `run_dir.1`, ..., which is returned."""
+    kept: Path | None = None
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir: {run_dir} is a file; expected a directory or a name that is free")
     if run_dir.is_dir() and any(run_dir.iterdir()):
@@ -146,7 +140,7 @@ def _new_run_dir(run_dir: Path) -> Path:
             raise UserError(
                 f"run_dir: {run_dir} holds files that are no run of drumroll; name an empty directory or one that does not exist"
             )
-        kept = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.{n}")).exists())
+        kept = next(p for n in itertools.count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{n}")).exists())
         run_dir.rename(kept)
         print(f"the run that was in {run_dir} is now in {kept}")
     try:
@@ -154,7 +148,31 @@ def _new_run_dir(run_dir: Path) -> Path:
         (run_dir / CONFIG_FILE).touch()
     except OSError as error:
         raise UserError(f"run_dir: cannot write into {run_dir}: {error}; name another directory, or free the disk") from error
-    return run_dir
+    return kept
+
+
+def _undo(run_dir: Path, kept: Path | None) -> None:
+    """A run that ended before its first step leaves nothing, and puts back the run it displaced."""
+    shutil.rmtree(run_dir)
+    if kept is not None:
+        kept.rename(run_dir)
+        print(f"nothing was trained; the run that was in {run_dir} is there again")
+
+
+def _finish_records(session: Session, status: Status, error: str | None, seconds: float) -> None:
+    summary = summarise(
+        status=status,
+        records=session.recorder.records,
+        evals=session.recorder.evals,
+        weight_pushes=session.pushes,
+        digests_matched=session.pushes_matched,
+        wall_seconds=seconds,
+        peak_bytes_per_rank=session.peak_bytes_per_rank,
+        error=error,
+    )
+    write_summary(session.run_dir / SUMMARY_FILE, summary)
+    write_report(session.run_dir)
+    print(closing(summary, session.run_dir))
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from drumroll import env
-from drumroll.config import DataConfig, NamedSection, OptimConfig, RunConfig, RuntimeConfig, TrainConfig, WarmupConfig
-from drumroll.errors import UserError
+from drumroll.config import NamedSection, OptimConfig, RunConfig, RuntimeConfig, TrainConfig, WarmupConfig
 from drumroll.models.locate import locate
 from drumroll.observe.recorder import Recorder
 from drumroll.pipelines import sft
@@ -54,21 +53,13 @@ def warmup_config(config: RunConfig, warmup: WarmupConfig) -> RunConfig:
         run_dir=config.run_dir,
         seed=warmup.seed,
         model=config.model.model_copy(update={"trainable": ()}),
-        data=_first_rows(config.data, warmup.rows),
+        data=config.data if warmup.data is None else config.data.model_copy(update={"train": warmup.data}),
         rollout=config.rollout,
         optim=OptimConfig(lr=warmup.lr, schedule="linear", warmup_steps=max(1, warmup.steps // 10), min_lr_ratio=0.1),
         train=TrainConfig(batch_size=warmup.batch_size, micro_batch_tokens=config.train.micro_batch_tokens),
         backend=NamedSection(name=SPECIFICATION_BACKEND),
         runtime=RuntimeConfig(device=config.runtime.device),
     )
-
-
-def _first_rows(data: DataConfig, rows: int | None) -> DataConfig:
-    if rows is None:
-        return data
-    if data.train.rows is not None and data.train.rows < rows:
-        raise UserError(f"warmup.rows: {rows}, but data.train.rows is {data.train.rows}")
-    return data.model_copy(update={"train": data.train.model_copy(update={"rows": rows})})
 
 
 def _key(run: RunConfig, folder: Path) -> str:

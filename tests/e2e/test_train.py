@@ -105,6 +105,16 @@ def test_a_second_run_keeps_the_first(runs: dict[tuple[str, int], Path]) -> None
     assert (run_dir.with_name(run_dir.name + ".1") / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_that_cannot_start_displaces_nothing(runs: dict[tuple[str, int], Path]) -> None:
+    run_dir = runs["fsdp2", 2]
+    before = sorted(path.name for path in run_dir.parent.iterdir())
+    for fault in (["model.path=no/such/model"], ["backend.name=single", "runtime.ranks=2"]):  # found early, and by a rank
+        output = drumroll("train", RECIPE, *SMALL, *fault, f"run_dir={run_dir}", code=2)
+        assert output.count("error:") == 1
+        assert (run_dir / "summary.json").is_file()
+        assert sorted(path.name for path in run_dir.parent.iterdir()) == before
+
+
 def test_a_rank_killed_in_the_middle_ends_the_run_with_its_records_whole(tmp_path: Path) -> None:
     """Failure case 59, through the command line."""
     run_dir = tmp_path / "killed"
