@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "memory: all tensors": (0.1, 0.1),  # buffers of communication, the batch
     "memory: after close": (0.05, 0.05),
 }
+NOISE_FACTOR = 10.0  # on the user's own model: depth and trained weights amplify rounding beyond what the numbers above allow
+# One number may be near another by luck: its noise is that of the tensors which it sums up.
+_NOISE_OF = {
+    "loss": "outputs in training",
+    "statistics of the loss": "outputs in training",
+    "gradient norm": "gradients of later steps",
+    "skip: gradient norms": "skip: next gradients",
+}
 WHERE = "where"  # key of a failed row's options: rank, step and tensor, or the first line of an error
 _BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}  # of an element that trains, in float32, over all ranks together
 
@@ -63,10 +71,13 @@ class Labels:
     ranks: int
     options: dict[str, Any]
     dtype: torch.dtype
+    noise: dict[str, float] = field(default_factory=dict)  # check -> distance of the specification from itself, where it was measured
 
     def row(self, check: str, value: float, where: str = "") -> CheckRow:
         """A row that passes within the check's bound; `where` is kept where it does not."""
         bound = BOUNDS.get(check, (0.0, 0.0))[self.dtype is torch.bfloat16]
+        if bound > 0:
+            bound = max(bound, NOISE_FACTOR * self.noise.get(_NOISE_OF.get(check, check), 0.0))
         return self._row(check, value, bound, value <= bound, where)
 
     def at_least_one(self, check: str, value: float) -> CheckRow:

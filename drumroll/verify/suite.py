@@ -75,7 +75,7 @@ def verify(
         tested = subjects.of_paths(models) if models else subjects.builtin(root / "models")
         with Specification(root, device, limit) as specification:
             cases = [specification.case(subject, DTYPES[dtype]) for subject in tested]
-            expected = specification.reports(jobs(cases, {}, whole=True))
+            expected = specification.run(jobs(cases, {}, whole=True), noise=bool(models))
         with Trial(backend, ranks, device, limit, root / "trial", expected) as trial:
             wanted = [job for number, options in enumerate(variants) for job in jobs(cases, options, whole=number == 0)]
             return [row for job in wanted for row in trial.rows(job)]

@@ -30,6 +30,7 @@ EPSILON_SHARE = 0.3  # of a clipped gradient's typical element: then an update i
 MAX_CRASHES = 3  # of the backend's processes, after which the rest is not tried
 
 Scenario = Callable[[Probe, Case], Report]
+Key = tuple[str, str, bool]  # scenario, subject, whether only some parameters train
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,9 +42,20 @@ class Job:
     label: str  # e.g. how the batch was split
 
     @property
-    def key(self) -> tuple[str, str, bool]:
+    def key(self) -> Key:
         """Which of the specification's reports it is measured against: one for all splits and options."""
         return self.scenario.__name__, self.case.subject.name, bool(self.case.trainable)
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    """What the specification noted in one scenario.
+
+    `noise`: check -> how far it is from itself when its samples are cut in other micro-batches: no backend need be closer to it than that.
+    """
+
+    report: Report
+    noise: dict[str, float]
 
 
 class Specification(AbstractContextManager["Specification"]):
@@ -61,13 +73,21 @@ class Specification(AbstractContextManager["Specification"]):
         clip = CLIP_SHARE * norm
         return replace(case, optim=replace(case.optim, max_grad_norm=clip, eps=EPSILON_SHARE * clip / math.sqrt(subject.parameters)))
 
-    def reports(self, jobs: Iterable[Job]) -> dict[tuple[str, str, bool], Report]:
-        """Run every job whose like has not run yet."""
-        found: dict[tuple[str, str, bool], Report] = {}
+    def run(self, jobs: Iterable[Job], noise: bool = False) -> dict[Key, Expected]:
+        """Run every job whose like has not run yet; with `noise`, once more in other micro-batches. See `Expected`."""
+        found: dict[Key, Expected] = {}
         for job in jobs:
             if job.key not in found:
-                (found[job.key],) = self._ranks.call(job.scenario, job.case)
+                (report,) = self._ranks.call(job.scenario, job.case)
+                found[job.key] = Expected(report, self._noise(job, report) if noise else {})
         return found
+
+    def _noise(self, job: Job, expected: Report) -> dict[str, float]:
+        scratch = Path(mkdtemp(prefix="noise-", dir=self._folder))
+        case = replace(job.case, split=replace(job.case.split, passes=job.case.split.passes + 3), scratch=scratch, writes=False)
+        labels = Labels(plugins.SPECIFICATION_BACKEND, 1, {}, case.dtype)
+        rows = _judged(labels, replace(job, case=case), self._ranks.call(job.scenario, case), expected)
+        return {row.check: row.value for row in rows}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ranks.close()
@@ -77,7 +97,7 @@ class Trial(AbstractContextManager["Trial"]):
     """The processes of the backend under test. What crashes or hangs becomes a failed row, and the next job gets fresh processes."""
 
     def __init__(
-        self, backend: str, ranks: int, device: str, timeout_s: float, scratch: Path, expected: dict[tuple[str, str, bool], Report]
+        self, backend: str, ranks: int, device: str, timeout_s: float, scratch: Path, expected: dict[Key, Expected]
     ) -> None:
         self._backend = backend
         self._world_size = ranks
@@ -92,7 +112,7 @@ class Trial(AbstractContextManager["Trial"]):
     def rows(self, job: Job) -> list[CheckRow]:
         """The rows of one job; raises UserError where the backend says that it cannot run like this at all."""
         options = {"model": job.case.subject.name, "batch": job.label, **job.case.options}
-        labels = Labels(self._backend, self._world_size, options, job.case.dtype)
+        labels = Labels(self._backend, self._world_size, options, job.case.dtype, self.expected[job.key].noise)
         if self._crashes >= MAX_CRASHES:
             return [labels.failed(f"{job.scenario.__name__}: not run", f"given up after {MAX_CRASHES} crashes")]
         self._jobs += 1
@@ -105,7 +125,7 @@ class Trial(AbstractContextManager["Trial"]):
             self._ranks = None  # the runtime has ended them
             self._crashes += 1
             return [_crash(labels, job, str(error))]
-        return _judged(labels, replace(job, case=case), reports, self.expected[job.key])
+        return _judged(labels, replace(job, case=case), reports, self.expected[job.key].report)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._ranks is not None:

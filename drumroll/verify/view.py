@@ -36,7 +36,7 @@ def show(console: Console, rows: Sequence[CheckRow], title: str, seconds: float)
             section = options
         cells = [_cell([row for row in of_line if row.options["model"] == model]) for model in models]
         verdict = "[green]pass[/]" if all(row.passed for row in of_line) else "[bold red]FAIL[/]"
-        table.add_row(escape(check), *cells, _bound(of_line[0]), verdict)
+        table.add_row(escape(check), *cells, _bound(max(of_line, key=lambda row: row.tolerance or 0.0)), verdict)
     console.print(table)
     _verdict(console, rows, seconds)
 

@@ -21,6 +21,7 @@ from drumroll.observe.checks import CheckRow, read_rows
 from drumroll.verify import subjects, suite
 from drumroll.verify.batches import POISONED, SPLITS, STEPS, plan, samples
 from drumroll.verify.probe import FOREIGN_STEP, FOREIGN_WEIGHTS, Case
+from drumroll.verify.rows import Labels
 from drumroll.verify.trial import MAX_CRASHES, Job, Specification, Trial
 
 HERE = Path(__file__).parent
@@ -71,7 +72,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, 
     tested = [subject for subject in subjects.builtin(root / "models") if subject.name.startswith("llama")]
     with Specification(root, "cpu", 60.0) as specification:
         found = [specification.case(subject, torch.float32) for subject in tested]
-        expected = specification.reports(suite.jobs(found, {}, whole=True))
+        expected = specification.run(suite.jobs(found, {}, whole=True))
     with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 60.0, root / "trial", expected) as trial:
         yield {case.subject.name: case for case in found}, trial
 
@@ -217,6 +218,15 @@ def test_a_hang_ends_at_the_limit(cases: tuple[dict[str, Case], Trial]) -> None:
     assert not row.passed
     assert math.isnan(row.value)
     assert re.search(r"rank \d: .*(silent for 5 s|[Tt]imed out|[Tt]imeout)", row.options["where"])
+
+
+def test_a_bound_is_wider_where_the_specification_differs_from_itself() -> None:
+    labels = Labels("b", 2, {}, torch.float32, {"gradients": 3e-6, "gradients of later steps": 4e-5, "weights as loaded": 1.0})
+    assert labels.row("gradients", 0.0).tolerance == pytest.approx(3e-5)
+    assert labels.row("gradient norm", 0.0).tolerance == pytest.approx(4e-4)
+    assert labels.row("loss", 0.0).tolerance == 1e-5
+    assert labels.row("weights as loaded", 0.0).tolerance == 0.0
+    assert not labels.row("gradients", math.nan).passed
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
