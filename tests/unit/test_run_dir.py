@@ -8,13 +8,13 @@ import pytest
 
 from drumroll.errors import RunError, UserError
 from drumroll.observe import batches
-from drumroll.pipelines.session import _new_run_dir
+from drumroll.pipelines.session import _make_room
 
 
 @pytest.mark.parametrize("where", ["/proc/no-such", "/dev/null/x"])
 def test_a_directory_that_cannot_be_made_is_bad_input(where: str) -> None:
     with pytest.raises(UserError, match=f"run_dir: cannot write into {where}"):
-        _new_run_dir(Path(where))
+        _make_room(Path(where))
 
 
 def test_a_batch_that_cannot_be_written_says_what_to_do() -> None:
