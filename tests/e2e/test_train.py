@@ -16,7 +16,7 @@ from drumroll.observe.run import read_run
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "quickstart.yaml")
-SMALL = ["warmup.steps=30", "rollout.prompts_per_step=8", "algorithm.group_size=4", "eval.rows=16", "max_steps=3"]
+SMALL = ["warmup.steps=70", "rollout.prompts_per_step=8", "algorithm.group_size=4", "eval.rows=16", "max_steps=3"]
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -43,6 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path
 def test_every_backend_samples_the_same_tokens_and_reports_the_same_numbers(runs: dict[tuple[str, int], Path]) -> None:
     reference = read_run(runs["single", 1]).rl
     assert [record.step for record in reference] == [1, 2, 3]
+    assert all(record.grad_norm > 0 for record in reference)  # rewards differ within groups: there is something to compare
     for (backend, ranks), run_dir in runs.items():
         for ours, theirs in zip(read_run(run_dir).rl, reference, strict=True):
             assert ours.tokens_digest == theirs.tokens_digest, (backend, ranks, ours.step)
