@@ -49,9 +49,8 @@ class TorchBackend:
         if optim is None:
             self._scorer.requires_grad_(False)
         tensors_before = len(list(self._scorer.parameters()))
-        self._placement.shard(self._scorer, ctx, model)
-        build.materialise(self._scorer, ctx.device)
-        stream.load(self._scorer, Path(model.path))
+        self._placement.place(self._scorer, ctx, model)
+        stream.load(self._scorer, Path(model.path), self._placement.held)
         self._module = self._placement.wrap(self._scorer, ctx)
         self._module.eval()  # no dropout: old, new and reference log-probs are of one distribution
         self._parameters = {self._scorer.hf_name(name): parameter for name, parameter in self._scorer.named_parameters()}
@@ -74,7 +73,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
-        outputs = self._outputs(self._scorer, micro, entropy)
+        outputs = self._outputs(micro, entropy)
         self._placement.after_forward()
         return outputs
 
@@ -82,7 +81,7 @@ class TorchBackend:
         if self._adamw is None:
             raise RunError("this backend instance is forward-only (set up with optim=None): it cannot train")
         with self._placement.sync(last):
-            outputs = self._outputs(self._module, micro, entropy=True)
+            outputs = self._outputs(micro, entropy=True)
             result = loss(outputs, micro, denominators)
             total = result.loss
             if len(micro.target_positions) == 0:
@@ -90,8 +89,8 @@ class TorchBackend:
             torch.autograd.backward(total * self._placement.averaged_over)
         return _stats(result)
 
-    def _outputs(self, module: nn.Module, micro: MicroBatch, entropy: bool) -> TokenOutputs:
-        logprobs, entropies = module(micro, entropy)
+    def _outputs(self, micro: MicroBatch, entropy: bool) -> TokenOutputs:
+        logprobs, entropies = self._module(micro, entropy)
         expected = micro.target_positions.shape
         if logprobs.dtype is not torch.float32 or logprobs.shape != expected:
             raise RunError(f"expected float32 log-probs {tuple(expected)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
@@ -106,12 +105,15 @@ class TorchBackend:
         if not skipped:
             if self._optim.max_grad_norm > 0:
                 clip.clip_(list(gradients.values()), norm, self._optim.max_grad_norm)
-            self._adamw.step({name: self._placement.piece(gradient) for name, gradient in gradients.items()}, lr)
+            self._adamw.step({name: clip.local_part(gradient) for name, gradient in gradients.items()}, lr)
+            self._placement.after_update()
         self._placement.clear_gradients(list(self._trainable.values()))
         return StepResult(grad_norm=norm, skipped=skipped)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        gradients = {name: parameter.grad for name, parameter in self._trainable.items() if parameter.grad is not None}
+        """Name -> this rank's piece, as `Placement.gradient` gives it."""
+        found = {name: self._placement.gradient(parameter) for name, parameter in self._trainable.items()}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         if absent := [name for name in self._trainable if name not in gradients]:
             raise RunError(
                 f"{len(absent)} of {len(self._trainable)} trainable parameters got no gradient since the last step, first {absent[0]}; "
@@ -124,12 +126,12 @@ class TorchBackend:
             yield self._full(bucket, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
 
     def _full(self, bucket: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> list[NamedTensor]:
-        full = self._placement.gather([parameter for _, parameter in bucket], dtype)
+        full = self._placement.whole([parameter for _, parameter in bucket], dtype)
         return [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)]
 
     def gradients(self) -> Iterator[NamedTensor]:
         for name, gradient in self._gradients().items():
-            yield name, self._placement.gather([gradient], torch.float32)[0]
+            yield name, self._placement.gather([self._trainable[name]], [clip.local_part(gradient)])[0]
 
     def digests(self, dtype: torch.dtype) -> dict[str, int]:
         with torch.no_grad():
@@ -151,26 +153,34 @@ class TorchBackend:
     def load(self, directory: Path) -> None:
         tensors = self._stored()
         state.load(directory, tensors, (state.MODEL,) if self._adamw is None else (state.MODEL, state.OPTIMIZER))
+        for name, (parameter, piece) in self._pieces().items():
+            self._placement.restore(parameter, piece, tensors[name])
         if self._adamw is not None:
             self._adamw.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
+        self._placement.after_update()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """Name in a checkpoint -> live tensor; gradients play no part in it."""
-        stored = self._placement.stored
-        tensors = {f"{state.MODEL}{name}": stored(p, self._placement.piece(p)) for name, p in self._parameters.items()}
+        """Name in a checkpoint -> tensor; gradients play no part in it."""
+        tensors = {name: self._placement.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
         if self._adamw is not None:
-            for name, parameter in self._trainable.items():
-                tensors[f"{state.OPTIMIZER}{name}.exp_avg"] = stored(parameter, self._adamw.exp_avg[name])
-                tensors[f"{state.OPTIMIZER}{name}.exp_avg_sq"] = stored(parameter, self._adamw.exp_avg_sq[name])
             tensors[f"{state.OPTIMIZER}step"] = torch.tensor(self._adamw.steps)
         return tensors
+
+    def _pieces(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
+        """Name in a checkpoint -> the parameter it belongs to, and this rank's live piece of it or of a moment."""
+        pieces = {f"{state.MODEL}{name}": (p, self._placement.piece(p)) for name, p in self._parameters.items()}
+        if self._adamw is not None:
+            for name, parameter in self._trainable.items():
+                pieces[f"{state.OPTIMIZER}{name}.exp_avg"] = (parameter, self._adamw.exp_avg[name])
+                pieces[f"{state.OPTIMIZER}{name}.exp_avg_sq"] = (parameter, self._adamw.exp_avg_sq[name])
+        return pieces
 
     def memory(self) -> dict[str, int]:
         parameters = list(self._parameters.values())
         moments = [*self._adamw.exp_avg.values(), *self._adamw.exp_avg_sq.values()] if self._adamw is not None else []
         kinds = {
-            "parameter": [clip.local_part(parameter) for parameter in parameters],
-            "gradient": [clip.local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            "parameter": [self._placement.held(parameter).local for parameter in parameters],
+            "gradient": [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None],
             "optimizer": moments,
             "unsharded": self._placement.unsharded(),
             "other": list(self._scorer.buffers()),

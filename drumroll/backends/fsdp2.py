@@ -1,7 +1,8 @@
 """Fully sharded data parallel (`torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer state lie in rows over the ranks.
 
-One unit a transformer block; embedding, final norm and head form the root unit, so that tied weights are in one. Rows are split as by
-`torch.chunk`: rank r owns rows [r·c, (r+1)·c) with c = ceil(rows / ranks); the last ranks may own fewer, or none.
+A unit is what is gathered at once: one a transformer block, unless `wrap` says otherwise; what no unit below it holds (embedding, final
+norm and head, so that tied weights are in one) forms the root unit. With `replicas` above 1 the mesh is replicate x shard: rows lie over
+the ranks of a replica, gradients are reduce-scattered there and then all-reduced over the replicas.
 """
 
 from __future__ import annotations
@@ -15,24 +16,45 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 
 from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.clip import local_part
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.rows import Rows
 from drumroll.config import Section
+from drumroll.errors import UserError
+from drumroll.models import build
 from drumroll.models.scorer import Scorer
+from drumroll.models.stream import Held
 
 
 class Config(Section):
     """`backend.fsdp2.*`"""
 
-    reshard_after_forward: bool = Field(
-        True, description="free a block's gathered parameters after forward and gather them again in backward: less memory, more traffic"
+    replicas: int = Field(1, gt=0, description="copies of the sharded model; ranks / replicas share one copy (hybrid sharding)")
+    reshard_after_forward: bool | int = Field(
+        True,
+        description="free a unit's gathered parameters after forward and gather them again in backward: less memory, more traffic; "
+        "a number: keep them sharded over that many ranks in between, e.g. those of a node",
     )
     grad_sync: Literal["every", "last"] = Field(
         "every",
         description="reduce gradients after every micro-batch, or only after the last: less traffic, 4 bytes a parameter more on a rank",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype in which gradients are reduced; bfloat16 halves traffic and rounds"
+    )
+    wrap: tuple[str, ...] = Field((), description="class names of the modules that are units; empty: every transformer block")
+    embeddings: Literal["root", "apart"] = Field(
+        "root", description="embedding and head in the root unit, which stays gathered, or units of their own (one, where they are tied)"
+    )
+    prefetch_forward: int = Field(0, ge=0, description="units gathered ahead of the one that computes, in forward")
+    prefetch_backward: int = Field(0, ge=0, description="the same in backward; 0: torch's own choice, one unit")
+    offload: bool = Field(
+        False, description="parameters, gradients and optimizer state in host memory; units are copied to the device for use"
     )
 
 
@@ -40,37 +62,51 @@ class Fsdp2Placement:
     def __init__(self, options: Config) -> None:
         self._options = options
         self._units: list[FSDPModule] = []
-        self._mesh: DeviceMesh | None = None
 
     def check(self, ctx: RankContext) -> None:
-        pass
+        options, ranks = self._options, ctx.world_size
+        if ranks % options.replicas:
+            raise UserError(f"backend.fsdp2.replicas={options.replicas} does not divide runtime.ranks={ranks}")
+        keep = options.reshard_after_forward
+        if not isinstance(keep, bool) and (keep < 1 or (ranks // options.replicas) % keep):
+            raise UserError(
+                f"backend.fsdp2.reshard_after_forward={keep}: expected true, false or a divisor of the {ranks // options.replicas} ranks "
+                "that share a copy of the model"
+            )
 
-    def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
-        mesh = init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
+    def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
+        options = self._options
+        mesh = self._make_mesh(ctx)
+        self._rows = Rows(mesh)
+        self.averaged_over = mesh.size()
+        self.shard_group: dist.ProcessGroup | None = self._rows.group
         low_precision = None if model.compute_dtype is torch.float32 else model.compute_dtype
-        policy = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in scorer.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self._options.reshard_after_forward)
+        reduce_dtype = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if options.offload else OffloadPolicy()
+        between = options.reshard_after_forward
+        keep: bool | int = between if isinstance(between, bool) or between < self._rows.ranks else True  # over all ranks is `true`
+        keep = False if not isinstance(keep, bool) and keep == 1 else keep  # over one rank is `false`
+        units = [*_embedding_units(scorer, options.embeddings), *_wrapped(scorer, options.wrap)]
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=keep)
         # The root is needed again at once when backward begins: freeing it after forward would only gather it twice.
-        fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self._mesh = mesh
+        root = fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         self._units = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+        _prefetch([unit for unit in self._units if unit is not root], options.prefetch_forward, options.prefetch_backward)
+        build.materialise(scorer, torch.device("cpu") if options.offload else ctx.device)
+
+    def _make_mesh(self, ctx: RankContext) -> DeviceMesh:
+        replicas = self._options.replicas
+        if replicas == 1:
+            return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(ctx.device.type, (replicas, ctx.world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+    def held(self, parameter: nn.Parameter) -> Held:
+        return Held(self.piece(parameter), self.start(parameter), parameter.shape)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return scorer
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        assert self._mesh is not None, "shard() comes first"
-        return self._mesh
-
-    @property
-    def averaged_over(self) -> int:
-        return self.mesh.size()
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group()
 
     @contextmanager
     def sync(self, last: bool) -> Iterator[None]:
@@ -79,36 +115,35 @@ class Fsdp2Placement:
                 unit.set_requires_gradient_sync(last, recurse=False)
         yield
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert isinstance(tensor, DTensor), f"expected a sharded tensor, got {type(tensor).__name__} {tuple(tensor.shape)}"
-        with torch.no_grad():
-            return tensor.to_local()
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
+        assert isinstance(parameter, DTensor), f"expected a sharded tensor, got {type(parameter).__name__} {tuple(parameter.shape)}"
+        return local_part(parameter)
 
     def start(self, parameter: nn.Parameter) -> int:
-        first, _ = _rows(parameter.shape[0], self.mesh.size(), self.mesh.get_local_rank())
-        return first * parameter.shape[1:].numel()
+        return self._rows.bounds(parameter.shape)[0]
 
-    def gather(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """One all-gather for all of `tensors`, cast before it travels."""
-        ranks = self.mesh.size()
-        pieces = [self.piece(tensor).to(dtype).flatten() for tensor in tensors]
-        if ranks == 1:
-            return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        sizes = [[_piece_numel(tensor, ranks, rank) for tensor in tensors] for rank in range(ranks)]
-        widest = sum(sizes[0])  # rank 0 owns most of every tensor
-        mine = torch.zeros(widest, dtype=dtype, device=pieces[0].device)
-        mine[: sum(piece.numel() for piece in pieces)] = torch.cat(pieces)
-        everybodys = list(torch.empty(ranks, widest, dtype=dtype, device=mine.device).unbind())
-        dist.all_gather(everybodys, mine, group=self.mesh.get_group())
-        by_rank = [torch.split(flat[: sum(numels)], numels) for flat, numels in zip(everybodys, sizes, strict=True)]
-        return [torch.cat([by_rank[rank][i] for rank in range(ranks)]).view(tensor.shape) for i, tensor in enumerate(tensors)]
+    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        pieces = [self.piece(parameter) for parameter in parameters]
+        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], dtype)
+
+    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
 
     def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(piece, self.mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return self._rows.dtensor(piece, parameter.shape)
+
+    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
+        pass
 
     def after_forward(self) -> None:
         for unit in self._units:
             unit.reshard()
+
+    def after_update(self) -> None:
+        pass
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -122,19 +157,37 @@ class Fsdp2Placement:
                 if sharded.all_gather_outputs:
                     gradients = (sharded.unsharded_param.grad, sharded.unsharded_accumulated_grad)
                     held += [*sharded.all_gather_outputs, *(gradient for gradient in gradients if gradient is not None)]
+                if sharded.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+                    assert sharded._sharded_post_forward_param is not None
+                    held.append(local_part(sharded._sharded_post_forward_param))
         return held
 
 
-def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows that `rank` owns."""
-    chunk = -(-rows // ranks)
-    first = min(rows, rank * chunk)
-    return first, min(rows, first + chunk) - first
+def _wrapped(scorer: Scorer, class_names: Sequence[str]) -> list[nn.Module]:
+    """The modules that `backend.fsdp2.wrap` names, inner ones first; every transformer block where it names none."""
+    if not class_names:
+        return list(scorer.blocks)
+    for name in class_names:
+        if not any(type(module).__name__ == name for module in scorer.hf.modules()):
+            known = sorted({type(module).__name__ for module in scorer.hf.modules() if any(True for _ in module.parameters())})
+            raise UserError(f"backend.fsdp2.wrap: no module is a {name!r}; this model has {', '.join(known)}")
+    return [module for module in reversed(list(scorer.hf.modules())) if type(module).__name__ in class_names]
 
 
-def _piece_numel(tensor: torch.Tensor, ranks: int, rank: int) -> int:
-    _, rows = _rows(tensor.shape[0], ranks, rank)
-    return rows * tensor.shape[1:].numel()
+def _embedding_units(scorer: Scorer, where: str) -> list[nn.Module | list[nn.Module]]:
+    if where == "root":
+        return []
+    embedding = scorer.hf.get_input_embeddings()
+    return [[embedding, scorer.head]] if scorer.tied else [embedding, scorer.head]
+
+
+def _prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
+    """Units are in the order of forward."""
+    for index, unit in enumerate(units):
+        if forward:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
+        if backward:
+            unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
 
 
 PLUGIN = TorchPlugin(Config, Fsdp2Placement)

@@ -1,7 +1,7 @@
 """What sets one torch backend apart from another: where parameters, gradients and optimizer state lie.
 
 A backend is the shared engine (`engine.py`) over one Placement; placements do not inherit from each other. A *piece* is the plain
-tensor of what this rank's optimizer owns of a parameter (or of its gradient); it shares the storage of what the module holds.
+tensor of what this rank's optimizer owns of a parameter, of its gradient or of a moment: a contiguous range of the flattened whole.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from torch import nn
 
 from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.models.scorer import Scorer
+from drumroll.models.stream import Held
 
 
 class Placement(Protocol):
     def check(self, ctx: RankContext) -> None:
         """Raises UserError where this placement cannot run at all."""
 
-    def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
-        """Lay out the parameters of a scorer that is still on the meta device."""
+    def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
+        """Lay out the parameters of a scorer that is still on the meta device, and give them memory; their values come after."""
+
+    def held(self, parameter: nn.Parameter) -> Held:
+        """The part of a parameter that this rank's module holds between steps."""
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
-        """The module whose forward trains, once parameters are loaded; `scorer` itself serves forward-only passes. Collective."""
+        """The module to call, once parameters are loaded. Collective."""
 
     @property
     def averaged_over(self) -> int:
@@ -39,20 +43,32 @@ class Placement(Protocol):
     def sync(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch, the `last` one before a step or not: are gradients reduced after it?"""
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a parameter or gradient."""
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's piece of what has been accumulated: a plain tensor where it is the whole, else a DTensor; shares its storage."""
+
+    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This rank's piece of a parameter; shares its storage."""
 
     def start(self, parameter: nn.Parameter) -> int:
         """Index of the piece's first element in the flattened parameter."""
 
-    def gather(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Full tensors of some parameters (or gradients) in `dtype`, on every rank. Collective. May alias a parameter: read only."""
+    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Full parameters in `dtype`, on every rank. Collective. May alias a parameter: read only."""
+
+    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Full tensors, shaped as `parameters`, from everybody's pieces (of gradients or moments). Collective. May alias a piece."""
 
     def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        """`piece` (of the parameter or of a moment) as torch.distributed.checkpoint must see it to know its place in the whole."""
+        """`piece` (of the parameter or of a moment) as torch.distributed.checkpoint must see it, to know its place. Collective."""
+
+    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
+        """Bring what was loaded into `stored` back into `piece`; nothing to do where they share storage. Collective."""
 
     def after_forward(self) -> None:
         """A forward pass without a backward is over: free what it unsharded."""
+
+    def after_update(self) -> None:
+        """Pieces have been stepped or restored: bring the rest of what the module holds in line with them. Collective."""
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make accumulated gradients zero or absent."""

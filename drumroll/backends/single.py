@@ -12,7 +12,9 @@ from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.config import Section
 from drumroll.errors import UserError
+from drumroll.models import build
 from drumroll.models.scorer import Scorer
+from drumroll.models.stream import Held, held_whole
 
 
 class Config(Section):
@@ -32,8 +34,12 @@ class SinglePlacement:
         if ctx.world_size != 1:
             raise UserError(f"backend.name=single runs in one process, got runtime.ranks={ctx.world_size}; use ddp or fsdp2 for more ranks")
 
-    def shard(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
+    def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         scorer.cast_parameters = True
+        build.materialise(scorer, ctx.device)
+
+    def held(self, parameter: nn.Parameter) -> Held:
+        return held_whole(parameter)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return scorer
@@ -41,19 +47,31 @@ class SinglePlacement:
     def sync(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter.detach()
 
     def start(self, parameter: nn.Parameter) -> int:
         return 0
 
-    def gather(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [tensor.detach().to(dtype) for tensor in tensors]
+    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [parameter.detach().to(dtype) for parameter in parameters]
+
+    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(pieces)
 
     def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
         return piece
 
+    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
+        pass
+
     def after_forward(self) -> None:
+        pass
+
+    def after_update(self) -> None:
         pass
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ scorer's forward has ended.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Scorer(nn.Module):
         self.blocks = _find_blocks(hf)
         for block in self.blocks:
             block.forward = _block_forward(self, block, checkpointing)
+        self.head.forward = _head_forward(self.head)  # type: ignore[method-assign]
 
     @property
     def body(self) -> nn.Module:
@@ -87,15 +89,8 @@ class Scorer(nn.Module):
         inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
         body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
         hidden_BLH = functional_call(self.body, body, (), inputs).last_hidden_state
-        weight: torch.Tensor = self.head.weight
-        bias: torch.Tensor | None = self.head.bias
-        logprobs_N, entropy_N = target_logprobs(
-            hidden_BLH.flatten(0, 1).index_select(0, laid.index_N),
-            cast.get(weight, weight),
-            None if bias is None else cast.get(bias, bias),
-            laid.targets_N,
-            self.temperature,
-            entropy,
+        logprobs_N, entropy_N = self.head(
+            hidden_BLH.flatten(0, 1).index_select(0, laid.index_N), _Targets(laid.targets_N, self.temperature, entropy, cast)
         )
         if laid.fill_in:  # a clone, because hooks on outputs (FSDP2's) do not survive in-place operations on views
             return logprobs_N[:0].clone(), None if entropy_N is None else entropy_N[:0].clone()
@@ -127,6 +122,37 @@ def _block_forward(scorer: Scorer, block: nn.Module, checkpointing: bool) -> Cal
         if checkpointing and torch.is_grad_enabled():
             return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return compute(*args, **kwargs)
+
+    return forward
+
+
+@dataclass(slots=True, frozen=True)
+class _Targets:
+    """What the head scores: a call that brings this gives log-probs and entropy, any other the logits."""
+
+    ids_N: torch.Tensor
+    temperature: float
+    entropy: bool
+    cast: dict[torch.Tensor, torch.Tensor]  # see `Scorer._cast_outside_blocks`
+
+
+def _head_forward(head: nn.Linear) -> Callable[..., Any]:
+    """The forward of the head. It is called as a module, so that a backend which shards it by itself can gather its weight."""
+    plain = head.forward
+
+    def forward(hidden: torch.Tensor, targets: _Targets | None = None) -> Any:
+        if targets is None:
+            return plain(hidden)
+        weight: torch.Tensor = head.weight
+        bias: torch.Tensor | None = head.bias
+        return target_logprobs(
+            hidden,
+            targets.cast.get(weight, weight),
+            None if bias is None else targets.cast.get(bias, bias),
+            targets.ids_N,
+            targets.temperature,
+            targets.entropy,
+        )
 
     return forward
 

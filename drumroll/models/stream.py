@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
@@ -23,59 +23,42 @@ _SINGLE = "model.safetensors"
 
 
 @dataclass(slots=True, frozen=True)
-class Shard:
-    """The part of a full tensor that this rank holds."""
+class Held:
+    """The part of a tensor that this rank holds: a contiguous range of the flattened whole."""
 
-    local: torch.Tensor  # a view of what is held: writing into it writes the parameter
-    offset: tuple[int, ...]  # of its first element, in each dimension of the full tensor
-    shape: tuple[int, ...]  # of the full tensor
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local.shape, strict=True))
-
-    @property
-    def start(self) -> int:
-        """Index of its first element in the flattened full tensor; meaningful for parts along dim 0, which are contiguous there."""
-        return self.offset[0] * (self.shape_numel // self.shape[0]) if self.shape and self.shape[0] else 0
-
-    @property
-    def shape_numel(self) -> int:
-        return torch.Size(self.shape).numel()
+    local: torch.Tensor  # a view of what is held, of any shape: writing into it writes the parameter
+    start: int  # index of its first element in the flattened whole
+    shape: torch.Size  # of the whole
 
 
-def shard_of(tensor: torch.Tensor) -> Shard:
-    """A plain tensor is its own only part."""
-    if not isinstance(tensor, DTensor):
-        return Shard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    with torch.no_grad():
-        return Shard(tensor.to_local(), tuple(offset), tuple(tensor.shape))
+def held_whole(tensor: torch.Tensor) -> Held:
+    return Held(tensor.detach(), 0, tensor.shape)
 
 
-def load(scorer: Scorer, folder: str | Path) -> None:
+def load(scorer: Scorer, folder: str | Path, held: Callable[[nn.Parameter], Held] = held_whole) -> None:
     """Fill every parameter and persistent buffer from `folder`, cast to the stored dtype (fp32).
 
-    Raises UserError naming tensors that are missing, unexpected, of another shape, or tied in the model but different in the file.
+    `held`: which part of a parameter lies here. Raises UserError naming tensors that are missing, unexpected, of another shape, or tied
+    in the model but different in the file.
     """
     hf = scorer.hf
     files = tensor_files(Path(folder))
-    aliases = [*parameter_names(hf).items(), *((buffer, [name]) for name, buffer in persistent_buffers(hf))]
+    aliases = [(held(parameter), names) for parameter, names in parameter_names(hf).items()]
+    aliases += [(held_whole(buffer), [name]) for name, buffer in persistent_buffers(hf)]
     known = {name for _, names in aliases for name in names}
     stored = {_model_name(name, known, hf.base_model_prefix): name for name in files}
-    _check_names(hf, Path(folder), aliases, stored, known)
+    _check_names(hf, Path(folder), [names for _, names in aliases], stored, known)
     readers: dict[Path, Any] = {}
-    for tensor, names in aliases:
-        shard = shard_of(tensor)
-        parts = [_read(readers, files[stored[name]], stored[name], shard) for name in names if name in stored]
-        for part in parts[1:]:
-            if not torch.equal(parts[0], part):
+    for part, names in aliases:
+        found = [_read(readers, files[stored[name]], stored[name], part) for name in names if name in stored]
+        for other in found[1:]:
+            if not torch.equal(found[0], other):
                 raise UserError(
                     f"{folder}: {' and '.join(names)} are tied by config.json but hold different values; "
                     "correct tie_word_embeddings or the file"
                 )
         with torch.no_grad():
-            shard.local.copy_(parts[0])
+            part.local.copy_(found[0].view(part.local.shape))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -96,16 +79,22 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy or download it again") from error
 
 
-def _read(readers: dict[Path, Any], file: Path, name: str, shard: Shard) -> torch.Tensor:
+def _read(readers: dict[Path, Any], file: Path, name: str, part: Held) -> torch.Tensor:
+    """The elements of the part, flat; no more rows than it touches are read."""
     if file not in readers:
         if not file.is_file():
             raise UserError(f"{file}: named by {_INDEX} for {name!r}, but there is no such file")
         readers[file] = _open(file)
     view = readers[file].get_slice(name)
-    if tuple(view.get_shape()) != shard.shape:
-        raise UserError(f"{file}: {name!r} has shape {tuple(view.get_shape())}; the model of config.json has {shard.shape}")
-    part: torch.Tensor = view[shard.slices] if shard.shape else readers[file].get_tensor(name)
-    return part
+    if tuple(view.get_shape()) != tuple(part.shape):
+        raise UserError(f"{file}: {name!r} has shape {tuple(view.get_shape())}; the model of config.json has {tuple(part.shape)}")
+    row = part.shape[1:].numel()
+    if not part.shape or not row:
+        whole: torch.Tensor = readers[file].get_tensor(name)
+        return whole.flatten()
+    first, last = part.start // row, -(-(part.start + part.local.numel()) // row)
+    rows: torch.Tensor = view[first:last]
+    return rows.flatten().narrow(0, part.start - first * row, part.local.numel())
 
 
 def _model_name(name: str, known: set[str], prefix: str) -> str:
@@ -114,9 +103,9 @@ def _model_name(name: str, known: set[str], prefix: str) -> str:
     return prefixed if name not in known and prefixed in known else name
 
 
-def _check_names(hf: PreTrainedModel, folder: Path, aliases: list[tuple[Any, list[str]]], stored: dict[str, str], known: set[str]) -> None:
+def _check_names(hf: PreTrainedModel, folder: Path, aliases: list[list[str]], stored: dict[str, str], known: set[str]) -> None:
     ignored = [*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    missing = [names[0] for _, names in aliases if not any(name in stored for name in names)]
+    missing = [names[0] for names in aliases if not any(name in stored for name in names)]
     unexpected = [file_name for name, file_name in stored.items() if name not in known and not any(re.search(p, name) for p in ignored)]
     if missing or unexpected:
         raise UserError(

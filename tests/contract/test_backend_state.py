@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from drumroll.backends import engine as engine_module
 from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.clip import local_part
 from drumroll.digest import digest
 from drumroll.errors import RunError
 from drumroll.packing import collate, denominators
@@ -20,7 +21,7 @@ from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
 
-LAYOUTS = (("single", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2))
+LAYOUTS = (("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 1), ("fsdp2", 2))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def load_and_save(rank: int, ranks: int, name: str, folder: Path, source: Path, 
 
 
 @pytest.mark.parametrize(
-    ("steps", "route"), [(0, (("fsdp2", 2), ("single", 1))), (2, (("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("single", 1)))]
+    ("steps", "route"), [(0, (("fsdp2", 2), ("single", 1))), (2, (("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("zero1", 2), ("single", 1)))]
 )
 def test_state_travels_between_backends_bit_equal(
     steps: int, route: tuple[tuple[str, int], ...], folders: dict[str, Path], tmp_path: Path
@@ -131,7 +132,7 @@ def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> t
     return runs.full_weights(straight), runs.full_weights(resumed)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 2)])
 def test_training_goes_on_bit_equal_after_loading(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     for straight, resumed in run_ranks(resume, ranks, name, folders["untied"], tmp_path / "state"):
         assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
@@ -201,6 +202,7 @@ def measure(rank: int, ranks: int, name: str, options: dict[str, Any], folder: P
     [
         ("single", {}, 1),
         ("ddp", {}, 2),
+        ("zero1", {}, 2),
         ("fsdp2", {}, 2),
         ("fsdp2", {"grad_sync": "last"}, 2),
         ("fsdp2", {"reshard_after_forward": False}, 2),
@@ -211,16 +213,18 @@ def test_memory_by_kind(name: str, options: dict[str, Any], ranks: int, folders:
     whole = sum(4 * parameter.numel() for parameter in model.parameters())
     root = sum(4 * p.numel() for key, p in model.named_parameters() if ".layers." not in key)
     blocks = whole - root
-    share = whole / ranks if name == "fsdp2" else whole
-    slack = 1.02 if name == "fsdp2" else 1.0  # rows that do not divide are padded
+    parameter, gradient, optimizer = (whole / cut for cut in {
+        "single": (1, 1, 1), "ddp": (1, 1, 1), "zero1": (1, 1, ranks), "fsdp2": (ranks, ranks, ranks),
+    }[name])  # fmt: skip
+    slack = 1.02  # rows that do not divide
     for found in run_ranks(measure, ranks, name, options, folders["untied"]):
         for phase in found.values():
-            assert share / slack <= phase["parameter"] <= share * slack
+            assert parameter / slack <= phase["parameter"] <= parameter * slack
             assert phase["other"] == sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
-        assert share / slack * 2 <= found["stepped"]["optimizer"] <= share * slack * 2
+        assert optimizer / slack * 2 <= found["stepped"]["optimizer"] <= optimizer * slack * 2
         assert found["start"]["optimizer"] == found["stepped"]["optimizer"]
-        assert share / slack <= found["both"]["gradient"] <= share * slack
-        assert found["stepped"]["gradient"] == (whole if name == "ddp" else 0)
+        assert gradient / slack <= found["both"]["gradient"] <= gradient * slack
+        assert found["stepped"]["gradient"] == (whole if name in ("ddp", "zero1") else 0)
         assert found["forward-only"]["gradient"] == found["forward-only"]["optimizer"] == 0
         outside = [found[phase]["unsharded"] for phase in ("start", "scored", "both", "stepped", "forward-only")]
         assert outside == [0] * 5
@@ -265,7 +269,7 @@ def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing:
 
 def test_small_steps_in_bf16_move_every_weight(folders: dict[str, Path]) -> None:
     """Case 15: stored parameters, gradients and moments are fp32, and steps of 1e-6 are not rounded away."""
-    layouts = (("single", 1, False), ("single", 1, True), ("ddp", 2, True), ("fsdp2", 2, True))
+    layouts = (("single", 1, False), ("single", 1, True), ("ddp", 2, True), ("zero1", 2, True), ("fsdp2", 2, True))
     results = [run_ranks(train_in_bf16, ranks, name, folders["tied"], checkpointing) for name, ranks, checkpointing in layouts]
     reference = results[0][0]["gradients"]
     for found in (rank for ranks in results for rank in ranks):
@@ -280,7 +284,7 @@ def skip(rank: int, ranks: int, name: str, folder: Path, root: Path) -> dict[str
     backend: Any = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=1)
     backend.save(root / "before")
     if rank == ranks - 1:
-        backend._placement.piece(backend._trainable["model.norm.weight"].grad)[0] = math.nan
+        local_part(backend._placement.gradient(backend._trainable["model.norm.weight"]))[0] = math.nan
     skipped = backend.step(runs.LR)
     backend.save(root / "after")
     samples = runs.make_samples(4)
@@ -292,7 +296,7 @@ def two_steps(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torch
     return runs.full_weights(start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2))
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 2)])
 def test_a_non_finite_gradient_on_one_rank_skips_on_all(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     """Case 17: parameters and moments bit-equal to before, and the next step as if nothing had been."""
     found = run_ranks(skip, ranks, name, folders["tied"], tmp_path)

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from drumroll.backends.base import ModelSpec
+from drumroll.backends.rows import Rows
 from drumroll.digest import combine, digest
 from drumroll.errors import UserError
 from drumroll.models.build import build, materialise
-from drumroll.models.stream import load, shard_of, tensor_files
+from drumroll.models.stream import Held, load, tensor_files
 from drumroll.packing import collate
 from tests import scorer_models as models
 from tests.ranks import run_ranks
@@ -104,13 +106,19 @@ def _sharded(rank: int, world_size: int, folder: Path, dtype: torch.dtype, check
     for unit in (*sharded.blocks, sharded):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     materialise(sharded, torch.device("cpu"))
-    load(sharded, folder)
+    rows = Rows(mesh)
+
+    def held(parameter: torch.nn.Parameter) -> Held:
+        assert isinstance(parameter, DTensor)
+        return Held(parameter.to_local(), rows.bounds(parameter.shape)[0], parameter.shape)
+
+    load(sharded, folder, held)
     assert sharded.tied == whole.tied
     for (name, part), full in zip(sharded.hf.named_parameters(), whole.hf.parameters(), strict=True):
         assert torch.equal(part.full_tensor(), full), name
-        shard, sums = shard_of(part), [None] * world_size
-        assert torch.equal(shard.local, full[shard.slices]), name
-        dist.all_gather_object(sums, digest(shard.local, shard.start))
+        mine, sums = held(part), [None] * world_size
+        assert torch.equal(mine.local, rows.cut(full)), name
+        dist.all_gather_object(sums, digest(mine.local, mine.start))
         assert combine(*sums) == digest(full), name
     for (name, got), want in zip(sharded.hf.named_buffers(), whole.hf.buffers(), strict=True):
         assert torch.equal(got, want), name
