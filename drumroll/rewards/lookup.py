@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from drumroll.errors import UserError
-from drumroll.plugins import load_symbol
+from drumroll.plugins import install, load_symbol
 from drumroll.rewards import adapters
 
 # What a function is called with: (rollout, prompt) -> value, or (group) -> a value for each rollout.
@@ -70,7 +70,7 @@ def check(fn: str, args: Mapping[str, Any]) -> None:
     """What can be said about a function before it is imported or called. Raises UserError."""
     package = BUILTIN[fn].package if fn in BUILTIN else None
     if package is not None and importlib.util.find_spec(package) is None:
-        raise UserError(f"rewards: {fn} needs the extra: pip install 'drumroll[{package.replace('_', '-')}]'")
+        raise UserError(f"rewards: {fn} needs the extra: {install(package.replace('_', '-'))}")
     if fn == "format":
         try:
             re.compile(str(args.get("pattern", "")))

@@ -87,7 +87,7 @@ def _packages() -> Iterator[Finding]:
         of_extra = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})]
         results = [_package(r, "extras", "") for r in of_extra]
         lacking = [f"{r.name} ({r.detail})" for r in results if r.state != "ok"]
-        advice = f"pip install '{_DISTRIBUTION}[{extra}]'" if lacking else ""
+        advice = plugins.install(extra) if lacking else ""
         detail = "not complete: " + ", ".join(lacking) if lacking else ", ".join(f"{r.name} {r.detail}" for r in results)
         yield Finding("extras", extra, "absent" if lacking else "ok", detail, advice)
 
@@ -124,6 +124,8 @@ def _plugins(kind: Literal["backends", "engines"]) -> Iterator[Finding]:
     for name in plugins.names(kind):
         try:
             plugins.load(kind, name)
+            if plugins.for_tests(kind, name):
+                continue
             lacking = plugins.missing(kind, name)
         except ImportError as error:
             yield Finding(kind, name, "wrong", f"cannot be imported: {error}", "see packages above")

@@ -24,7 +24,9 @@ def by_name(topic: str) -> dict[str, Finding]:
 def test_every_plugin_of_the_package_is_judged() -> None:
     assert sorted(by_name("backends")) == plugins.names("backends")
     engines = by_name("engines")
-    assert sorted(engines) == plugins.names("engines")
+    test_only = {name for name in plugins.names("engines") if plugins.for_tests("engines", name)}
+    assert test_only == {"scripted"}
+    assert set(engines) == set(plugins.names("engines")) - test_only
     assert engines[plugins.EMBEDDED_ENGINE].state == "ok"
     assert by_name("backends")[plugins.SPECIFICATION_BACKEND].state == "ok"
 
@@ -55,8 +57,34 @@ def test_versions_are_judged_by_the_declared_ranges(monkeypatch: pytest.MonkeyPa
     assert packages["torch"].detail == real("torch")
     assert (packages["numpy"].state, packages["numpy"].advice) == ("wrong", "pip install 'numpy<1'")
     assert packages["never-made-package"].detail == "not installed"
-    assert (extras["tools"].state, extras["tools"].advice) == ("absent", "pip install 'drumroll[tools]'")
+    assert (extras["tools"].state, extras["tools"].advice) == ("absent", plugins.install("tools"))
     assert extras["fine"].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"url": "file:///somewhere", "dir_info": {"editable": true}}', "pip install -e '.[x]'"),
+        ('{"url": "file:///somewhere", "dir_info": {}}', "pip install 'drumroll[x]'"),
+        ('{"url": "https://somewhere/drumroll.whl", "archive_info": {}}', "pip install 'drumroll[x]'"),
+        (None, "pip install 'drumroll[x]'"),  # from an index
+    ],
+)
+def test_an_extra_is_installed_the_way_the_package_was(monkeypatch: pytest.MonkeyPatch, origin: str | None, command: str) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return origin if name == "direct_url.json" else None
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
+    assert plugins.install("x") == command
+
+
+def test_an_extra_of_a_folder_that_is_not_installed_comes_from_that_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", absent)
+    assert plugins.install("x") == "pip install -e '.[x]'"
 
 
 def test_a_plugin_that_needs_more_is_absent_with_its_own_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from drumroll.config import TaskSource
 from drumroll.data.tasks import BUILTIN, task_rows
 from drumroll.errors import UserError
+from drumroll.plugins import install
 
 ALPHABET = set("0123456789abcdefghijklmnopqrstuvwxyz :=,>-?\n")  # what every character tokenizer of the package knows
 RIGHT = {"sort": lambda s: "".join(sorted(s)), "larger": lambda s: str(max(map(int, s.split()))), "reverse": lambda s: s[::-1]}
@@ -66,7 +69,7 @@ def test_reasoning_gym_is_an_extra() -> None:
     try:
         import reasoning_gym  # noqa: F401
     except ImportError:
-        with pytest.raises(UserError, match=r"pip install 'drumroll\[reasoning-gym\]'"):
+        with pytest.raises(UserError, match=re.escape(install("reasoning-gym"))):
             task_rows(TaskSource(task="reasoning_gym:leg_counting"))
         return
     rows, again = (task_rows(TaskSource(task="reasoning_gym:leg_counting", seed=3)) for _ in range(2))
