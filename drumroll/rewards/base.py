@@ -2,8 +2,8 @@
 
 A reward is a plain function `(rollout, prompt) -> float | None`, sync or async. None means "no verdict". A call over its time limit has
 none either, nor has one that raises: none of these is ever a silent 0. A rollout without a verdict from a function whose weight is not 0
-has no reward; it is left out of training, and counted. When every call of a function failed in one batch, the function is broken, and the
-run ends with its traceback.
+has no reward; it is left out of training, and counted. When no call of a function came to an end in one batch (each raised, or was over its
+limit), the function is broken, and the run ends with its traceback or its limit.
 
 Where a function runs: an async function on an event loop of its own, all samples at once; a sync function in killable processes, unless it
 is a built-in that cannot hang or `isolate: false` keeps it in this process (for state, or a debugger), where no limit can be held.
@@ -90,7 +90,7 @@ class RewardSet:
         return self._pool.pids if self._pool is not None else []
 
     def score(self, groups: Sequence[Group]) -> ScoreCounts:
-        """Fill in `reward` and `breakdown` of every rollout. Raises RunError when a function fails on all of them."""
+        """Fill in `reward` and `breakdown` of every rollout. Raises RunError when a function fails or times out on all of them."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
             rollout.breakdown = {}
@@ -138,14 +138,23 @@ class RewardSet:
         return [judged(entry.function, call.args, call.count) for call in calls]
 
     def _report(self, entry: _Entry, outcomes: Sequence[Outcome], kinds: Counter[str]) -> None:
-        failures = [outcome for outcome in outcomes if outcome.kind == "failed"]
-        if failures and len(failures) == len(outcomes):
-            raise RunError(f"reward {entry.name} failed on all {kinds['failed']} responses; the first failure:\n{failures[0].detail}")
-        if failures:
-            first = failures[0].detail
-            log.warning("reward %s failed on %d responses, which have no verdict; the first:\n%s", entry.name, kinds["failed"], first)
+        name, limit = entry.name, entry.config.timeout_s
+        first = next((outcome.detail for outcome in outcomes if outcome.kind == "failed"), "")
+        if outcomes and not kinds["value"]:
+            raise RunError(_broken(name, limit, kinds["failed"], kinds["timeout"], first))
+        if kinds["failed"]:
+            log.warning("reward %s failed on %d responses, which have no verdict; the first:\n%s", name, kinds["failed"], first)
         if kinds["timeout"]:
-            log.warning("reward %s: %d responses took over %g s and have no verdict", entry.name, kinds["timeout"], entry.config.timeout_s)
+            log.warning("reward %s: %d responses took over %g s and have no verdict", name, kinds["timeout"], limit)
+
+
+def _broken(name: str, limit: float, failed: int, timed_out: int, first: str) -> str:
+    """What to say of a function that came to an end for none of the responses; `first`: traceback of its first failure."""
+    advice = f"over its limit of {limit:g} s: raise timeout_s of this reward, or see what it waits for"
+    if not failed:
+        return f"reward {name} gave no verdict on any response: all {timed_out} took it {advice}"
+    rest = f" (the other {timed_out} took it {advice})" if timed_out else ""
+    return f"reward {name} failed on {failed if timed_out else f'all {failed}'} responses{rest}; the first failure:\n{first}"
 
 
 def _calls(entry: _Entry, groups: Sequence[Group]) -> list[Call]:

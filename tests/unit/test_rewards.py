@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from drumroll.config import RewardConfig
 from drumroll.errors import RunError, UserError
+from drumroll.plugins import install
 from drumroll.rewards import text
 from drumroll.rewards.base import FunctionCounts, RewardSet
 from drumroll.rewards.math import math as math_reward
@@ -226,6 +228,22 @@ def test_a_failure_on_some_is_counted_and_on_all_ends_the_run(caplog: pytest.Log
         rewards.score([group("1", "2")])
 
 
+def test_a_batch_in_which_every_call_is_over_its_limit_ends_the_run() -> None:
+    over = r":slow gave no verdict on any response: all 3 took it over its limit of 0\.05 s: raise timeout_s of this reward"
+    with RewardSet([here("slow", timeout_s=0.05), RewardConfig(fn="exact")]) as rewards:
+        with pytest.raises(RunError, match=over):
+            rewards.score([group("30", "30", answer="1"), group("30", answer="1")])
+        assert rewards.score([group("30", "0", answer="1")]).without_verdict == 1  # one verdict is enough to go on
+        mixed = r"(?s):slow failed on 2 responses \(the other 1 took it over its limit of 0\.05 s.*first failure:.*could not convert"
+        with pytest.raises(RunError, match=mixed):
+            rewards.score([group("x", "30", "y", answer="1")])
+
+
+def test_a_function_that_abstains_on_all_is_not_broken() -> None:
+    with RewardSet([here("abstains_on_empty")]) as rewards:
+        assert rewards.score([group("", "")]).without_verdict == 2
+
+
 def test_nothing_to_score_is_no_failure() -> None:
     with RewardSet([here("raises"), here("slow")]) as rewards:
         assert rewards.score([]).rollouts == 0
@@ -301,7 +319,7 @@ def test_reasoning_gym_needs_its_extra() -> None:
     try:
         import reasoning_gym
     except ImportError:
-        with pytest.raises(UserError, match=r"pip install 'drumroll\[reasoning-gym\]'"):
+        with pytest.raises(UserError, match=re.escape(install("reasoning-gym"))):
             RewardSet([RewardConfig(fn="reasoning_gym")], workers=0)
         return
     from drumroll.rewards.gym import reasoning_gym as gym_reward
