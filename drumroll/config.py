@@ -9,13 +9,13 @@ derived values are properties.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, ValidationInfo, field_validator, model_validator
 
 from drumroll.errors import UserError
 from drumroll.explain import explain
@@ -28,6 +28,26 @@ class Section(BaseModel):
     """Base of every section, plug-ins' included: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would take `true` for 1."""
+        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        if kinds & {int, float} and bool not in kinds:
+            for item in value if isinstance(value, Sequence) else (value,):
+                if isinstance(item, bool):
+                    raise ValueError(f"expected a number, got the boolean {str(item).lower()}")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[type]:
+    """The classes that an annotation is made of; a literal counts as its class."""
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation if isinstance(annotation, type) else type(annotation)
+    for part in inner:
+        yield from _kinds(part)
 
 
 class ModelConfig(Section):
@@ -298,18 +318,38 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pipeline_reads_what_is_set(self) -> RunConfig:
-        if self.pipeline == "sft" and self.warmup is not None:
-            raise ValueError("warmup: not read by pipeline: sft, which trains model.path itself; set warmup=null")
-        if self.pipeline == "sft" and self.eval.every:
-            raise ValueError("eval.every: not read by pipeline: sft, which does not evaluate; set eval.every=0")
-        if self.pipeline == "rl" and self.train.batch_size != TrainConfig().batch_size:
-            raise ValueError("train.batch_size: not read by pipeline: rl; set rollout.prompts_per_step, algorithm.group_size and algorithm.minibatches")
+        faults = [f"{who} does not read {', '.join(said)}: {advice}" for who, keys, advice in self.unread() if (said := [key for key in keys if _said(self, key)])]
+        if faults:
+            raise ValueError(". ".join(faults))
         return self
+
+    def unread(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """(who, keys, advice): what this run never looks at. Such keys are refused when a recipe gives them."""
+        if self.pipeline == "sft":
+            rollout = (f"rollout.{name}" for name in RolloutConfig.model_fields if name != "max_tokens")
+            yield "pipeline: sft", ("warmup", "rewards", "algorithm", "engine", "eval", "data.eval", "record.rollouts", "record.batches", *rollout), "leave that out"
+        else:
+            yield "pipeline: rl", ("train.batch_size",), "set rollout.prompts_per_step, algorithm.group_size and algorithm.minibatches"
+            if not isinstance(self.warmup, WarmupConfig):
+                yield "pipeline: rl without a warm-up", ("data.completion",), "leave that out"
+        if self.optim.schedule == "constant":
+            yield "optim.schedule: constant", ("optim.min_lr_ratio",), "leave that out, or choose linear or cosine"
 
     @property
     def max_length(self) -> int:
         """Longest sequence in tokens: prompt and response."""
         return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+
+def _said(section: BaseModel, key: str) -> bool:
+    """Whether a recipe gives `key`, be it its default; null, [] and a section without keys say nothing."""
+    name, _, rest = key.partition(".")
+    value = vars(section)[name]
+    if rest:
+        return _said(value, rest)
+    if isinstance(value, Section):
+        return bool(value.model_fields_set)
+    return name in section.model_fields_set and value not in (None, ())
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -342,8 +382,15 @@ def validate(schema: type[T], tree: Mapping[str, Any], where: str, section: str 
 
 
 def dump(config: RunConfig, path: Path) -> None:
-    """Write the resolved config as YAML; `load` gives it back equal."""
-    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+    """Write the resolved config as YAML, without what the run does not read; `load` gives it back equal."""
+    tree = config.model_dump(mode="json")
+    for key in (key for _, keys, _ in config.unread() for key in keys):
+        *parents, leaf = key.split(".")
+        node = tree
+        for part in parents:
+            node = node.get(part, {})
+        node.pop(leaf, None)
+    path.write_text(yaml.dump(tree, Dumper=_Dumper, sort_keys=False), encoding="utf-8")
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -354,10 +401,13 @@ def _override(tree: dict[str, Any], text: str) -> None:
     node = tree
     for depth, part in enumerate(parents):
         child = node.get(part)
+        at = ".".join(parents[: depth + 1])
+        if isinstance(child, list) or (child is None and [*parents, leaf][depth + 1].isdigit()):
+            raise UserError(f"{text!r}: {at} is a list, and a list is given whole: {at}=[...]")
         if child is None:
             child = node[part] = {}
         if not isinstance(child, dict):
-            raise UserError(f"{text!r}: {'.'.join(parents[: depth + 1])} is a value ({child!r}), not a section")
+            raise UserError(f"{text!r}: {at} is a value ({child!r}), not a section")
         node = child
     try:
         node[leaf] = yaml.load(value, Loader=_Loader)

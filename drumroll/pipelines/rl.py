@@ -97,7 +97,8 @@ def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[P
 
 
 def total_optimizer_steps(config: RunConfig, algorithm: Algorithm) -> int:
-    return config.max_steps * algorithm.minibatches * algorithm.epochs
+    """Optimizer steps of the whole run: a batch has as many groups as prompts, and a mini-batch at least one of them."""
+    return config.max_steps * min(algorithm.minibatches, config.rollout.prompts_per_step) * algorithm.epochs
 
 
 def collect(

@@ -14,6 +14,7 @@ from drumroll.models.locate import locate
 from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
+from drumroll.pipelines.length import check_length
 from drumroll.pipelines.session import Session, open_session
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
@@ -25,6 +26,7 @@ def train(config: RunConfig) -> None:
     """`pipeline: sft`: train, and leave the model in the run directory."""
     with open_session(config) as session:
         folder = locate(config.model.path)
+        check_length(config, folder)
         session.start_from(folder)
         samples = open_samples(config, folder)
         spec = WorkerSpec(config, folder, plan(config, reference=False))

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from drumroll import env
-from drumroll.config import NamedSection, OptimConfig, RunConfig, RuntimeConfig, TrainConfig, WarmupConfig
+from drumroll.config import NamedSection, OptimConfig, RolloutConfig, RunConfig, RuntimeConfig, TrainConfig, WarmupConfig
 from drumroll.models.locate import locate
 from drumroll.observe.recorder import Recorder
 from drumroll.pipelines import sft
+from drumroll.pipelines.length import check_length
 from drumroll.plugins import SPECIFICATION_BACKEND
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
@@ -22,11 +23,13 @@ VERSION = 1  # raise when the same config would give other weights: old folders 
 
 
 def starting_model(config: RunConfig, recorder: Recorder | None) -> Path:
-    """Folder of the model that the run starts from; runs the warm-up when the cache does not have it."""
-    if isinstance(config.warmup, str):
-        return locate(config.warmup)
-    folder = locate(config.model.path)
-    if config.warmup is None:
+    """Folder of the model that the run starts from; runs the warm-up when the cache does not have it.
+
+    Raises UserError when there is no such model, or the recipe's sequences are longer than what it was built for.
+    """
+    folder = locate(config.warmup if isinstance(config.warmup, str) else config.model.path)
+    check_length(config, folder)
+    if not isinstance(config.warmup, WarmupConfig):
         return folder
     run = warmup_config(config, config.warmup)
     out = env.read().cache / "warmups" / _key(run, folder)
@@ -53,8 +56,8 @@ def warmup_config(config: RunConfig, warmup: WarmupConfig) -> RunConfig:
         run_dir=config.run_dir,
         seed=warmup.seed,
         model=config.model.model_copy(update={"trainable": ()}),
-        data=config.data if warmup.data is None else config.data.model_copy(update={"train": warmup.data}),
-        rollout=config.rollout,
+        data=config.data.model_copy(update={"train": warmup.data or config.data.train, "eval": None}),
+        rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
         optim=OptimConfig(lr=warmup.lr, schedule="linear", warmup_steps=max(1, warmup.steps // 10), min_lr_ratio=0.1),
         train=TrainConfig(batch_size=warmup.batch_size, micro_batch_tokens=config.train.micro_batch_tokens),
         backend=NamedSection(name=SPECIFICATION_BACKEND),

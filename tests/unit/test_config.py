@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,13 @@ def test_missing_keys_are_named() -> None:
         (tree(optim__betas=[0.9, 1.0]), ["optim.betas.1", "less than 1", "got 1.0"]),
         (tree(model__trainable=["layers.(1"]), ["model.trainable", "'layers.(1' is not a regular expression", "unterminated"]),
         (tree(rollout__stop=["a", ""]), ["rollout.stop.1", "at least 1 character", "got ''"]),
-        (tree(pipeline="sft", warmup="some/folder"), ["warmup: not read by pipeline: sft"]),
-        (tree(pipeline="sft", eval__every=5), ["eval.every: not read by pipeline: sft"]),
-        (tree(train__batch_size=8), ["train.batch_size: not read by pipeline: rl", "rollout.prompts_per_step"]),
+        (tree(max_steps=True), ["max_steps", "number", "the boolean true"]),
+        (tree(optim__lr=False), ["optim.lr", "the boolean false"]),
+        (tree(optim__betas=[0.9, True]), ["optim.betas", "the boolean true"]),
+        (tree(data__train={"task": "sort", "rows": True}), ["data.train.rows", "the boolean true"]),
+        (tree(rewards__0__weight=True), ["rewards.0.weight", "the boolean true"]),
+        (tree(algorithm__kl={"coef": True}), ["algorithm.kl.coef", "the boolean true"]),
+        (tree(max_lag=False), ["max_lag", "the boolean false"]),
     ],
 )
 def test_a_wrong_value_says_what_was_expected_and_got(source: dict[str, Any], words: list[str]) -> None:
@@ -118,6 +123,55 @@ def test_a_wrong_value_says_what_was_expected_and_got(source: dict[str, Any], wo
     assert "Value error" not in text
 
 
+SFT: dict[str, Any] = {key: TREE[key] for key in ("max_steps", "run_dir", "model", "data", "backend")} | {"pipeline": "sft"}
+
+
+def changed(source: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return copy.deepcopy(source) | changes
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        (changed(SFT, warmup="some/folder", eval={"every": 0}), "pipeline: sft does not read warmup, eval: leave that out"),
+        (tree(pipeline="sft"), "pipeline: sft does not read rewards, algorithm, engine: leave that out"),
+        (changed(SFT, rollout={"max_tokens": 8, "temperature": 1.0}), "pipeline: sft does not read rollout.temperature: leave that out"),
+        (changed(SFT, data={"train": {"task": "sort"}, "eval": {"task": "sort"}}), "pipeline: sft does not read data.eval: leave that out"),
+        (changed(SFT, record={"batches": True}), "pipeline: sft does not read record.batches: leave that out"),
+        (changed(SFT, optim={"min_lr_ratio": 0.1}),
+         "optim.schedule: constant does not read optim.min_lr_ratio: leave that out, or choose linear or cosine"),
+        (tree(train__batch_size=64),
+         "pipeline: rl does not read train.batch_size: set rollout.prompts_per_step, algorithm.group_size and algorithm.minibatches"),
+        (tree(data__completion="x"), "pipeline: rl without a warm-up does not read data.completion: leave that out"),
+        (tree(data__completion="x", warmup="some/folder"), "pipeline: rl without a warm-up does not read data.completion: leave that out"),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_run_would_not_read_is_refused(source: dict[str, Any], line: str) -> None:
+    assert refusal(source) == [f"recipe.yaml: {line}"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SFT,
+        changed(SFT, rollout={"max_tokens": 8}, rewards=[], algorithm=None, engine=None, warmup=None, eval={}),
+        changed(SFT, train={"batch_size": 8}, optim={"schedule": "linear", "min_lr_ratio": 0.1}),
+        tree(data__completion="x", warmup={"steps": 3}),
+    ],
+)
+def test_what_is_read_or_says_nothing_is_taken_and_survives_dump_and_load(source: dict[str, Any], tmp_path: Path) -> None:
+    first = config.parse(source)
+    config.dump(first, tmp_path / "config.yaml")
+    assert config.load(tmp_path / "config.yaml") == first
+
+
+def test_a_boolean_stays_one_where_one_is_expected() -> None:
+    parsed = config.parse(tree(model__checkpointing=True, data__chat=False, data__train={"task": "sort", "options": {"x": True}}))
+    assert parsed.model.checkpointing is True
+    assert parsed.data.chat is False
+    assert parsed.data.train.options == {"x": True}  # type: ignore[union-attr]
+
+
 def test_warmup_is_a_folder_or_a_section() -> None:
     assert config.parse(tree(warmup="some/folder")).warmup == "some/folder"
     assert config.parse(tree(warmup={"steps": 7})).warmup == config.WarmupConfig(steps=7)
@@ -125,10 +179,7 @@ def test_warmup_is_a_folder_or_a_section() -> None:
 
 
 def test_sft_needs_no_algorithm_engine_or_reward() -> None:
-    source = tree(pipeline="sft")
-    for key in ("algorithm", "engine", "rewards"):
-        del source[key]
-    assert config.parse(source).engine is None
+    assert config.parse(SFT).engine is None
 
 
 def test_frozen_at_every_level() -> None:
@@ -178,6 +229,10 @@ def test_overrides_reach_sections_that_the_recipe_leaves_out(tmp_path: Path) -> 
         ("max_steps.x=3", ["max_steps is a value (3)"]),
         ("optim.lr=[1", ["optim.lr=[1", "not valid YAML"]),
         ("optim.lrr=3", ["optim.lrr", "optim.lr"]),
+        ("rewards.0.fn=math", ["rewards is a list", "given whole: rewards=[...]"]),
+        ("rewards.0={fn: math}", ["rewards is a list", "given whole: rewards=[...]"]),
+        ("data.examples.0.role=user", ["data.examples is a list", "given whole: data.examples=[...]"]),
+        ("max_steps=true", ["max_steps", "the boolean true"]),
     ],
 )
 def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: list[str]) -> None:
@@ -260,6 +315,8 @@ def test_plugin_sections_are_checked_against_the_schema_in_the_plugins_file(tmp_
     not_selected = config.parse(tree(backend={"name": plugins.SPECIFICATION_BACKEND, name: {"depth": 0}}))
     with pytest.raises(UserError, match=r"depth.*greater than 0"):
         plugins.check(not_selected)
+    with pytest.raises(UserError, match=rf"backend.{re.escape(name)}.depth: expected a number, got the boolean true"):
+        plugins.check(config.parse(tree(backend={"name": name, name: {"depth": True}})))
 
 
 @pytest.mark.parametrize(("kind", "right"), [("backend", plugins.SPECIFICATION_BACKEND), ("engine", plugins.EMBEDDED_ENGINE)])
