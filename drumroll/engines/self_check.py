@@ -17,7 +17,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.05, to
 def check_slot_path(model: PreTrainedModel, cache: SlotCache, max_length: int) -> int:
     """Compare two ragged rows with a plain forward (eager attention); returns the cache's bytes a token of one row.
 
-    Raises UserError when a logit differs by more than the tolerance of the model's dtype.
+    Raises UserError when a logit differs by more than the tolerance of the model's dtype, or the model's own logits are not finite.
     """
     longest = min(max(_LENGTHS[0], _window(model) + 8), max_length - _STEPS)
     lengths = [longest, max(1, longest - (_LENGTHS[0] - _LENGTHS[1]))]
@@ -31,6 +31,9 @@ def check_slot_path(model: PreTrainedModel, cache: SlotCache, max_length: int) -
     cache.release()
     worst, scale = float((slots - plain).abs().max()), max(1.0, float(plain.abs().max()))
     bound = _TOLERANCE[model.dtype] * scale
+    if not bool(plain.isfinite().all()):  # nothing to do with the slot cache
+        advice = "name another model" if model.dtype == torch.float32 else "set model.dtype=float32"
+        raise UserError(f"{model.name_or_path}: a plain forward in {model.dtype} gives logits that are not finite: {advice}")
     if not worst <= bound:  # NaN fails too
         raise UserError(
             f"{type(model).__name__}: logits through the slot cache differ from a plain forward by {worst:.2e}, "

@@ -22,7 +22,7 @@ from drumroll.engines.generate_loop import GenerateLoop
 from drumroll.engines.response import load_text, positions, rows
 from drumroll.engines.self_check import check_slot_path
 from drumroll.engines.slot_loop import SlotLoop
-from drumroll.engines.weights import load_in_place, parameter_digests, stored_bytes, vocabulary_of
+from drumroll.engines.weights import load_in_place, parameter_digests, refuse_not_finite, stored_bytes, vocabulary_of
 from drumroll.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class TransformersEngine:
         self._seed = spec.seed
         self._max_length = min(spec.max_length, positions(config))
         self._model = _load(spec, SLOT_ATTENTION if reason is None else "sdpa")
+        refuse_not_finite(self._model)
         self._vocabulary = vocabulary_of(self._model)
         self._text = load_text(spec)
         self._cache: SlotCache | None = None

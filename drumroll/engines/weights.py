@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from drumroll.digest import digest
-from drumroll.errors import RunError
+from drumroll.errors import RunError, UserError
 
 
 def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
@@ -38,6 +38,17 @@ def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torc
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
     if missing:
         raise RunError(f"weights: {len(missing)} parameters of the sampler did not come in this push: {', '.join(missing[:5])}")
+
+
+def refuse_not_finite(model: PreTrainedModel) -> None:
+    """Raises UserError naming the first tensors of a model file that hold NaN or infinity."""
+    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        more = f" and {len(broken) - 3} more tensors" if len(broken) > 3 else ""
+        raise UserError(
+            f"{model.name_or_path}: the model file holds NaN or infinity in {', '.join(broken[:3])}{more}: it is damaged, or was saved by "
+            "a run that had diverged; copy or download it again, or name another model"
+        )
 
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:

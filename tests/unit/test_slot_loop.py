@@ -193,6 +193,30 @@ def test_a_slot_path_that_is_wrong_is_refused(folders: dict[str, Path], monkeypa
         engine(folders["llama"])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("loop", ["auto", "generate"])
+def test_a_model_file_with_nan_is_named_with_its_tensor(value: float, loop: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError) as caught:
+        engine(tmp_path, loop=loop)
+    assert f"{tmp_path}: the model file holds NaN or infinity in model.layers.1.mlp.up_proj.weight:" in str(caught.value)
+    assert "loop=generate" not in str(caught.value)
+
+
+def test_finite_weights_whose_logits_are_not_are_no_fault_of_the_slot_cache(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"torch\.float32 gives logits that are not finite: name another model"):
+        engine(tmp_path)
+
+
 def test_a_config_that_hides_its_window_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a window taken for full attention, the start-up check's rows are longer than it and show the difference."""
     monkeypatch.setattr("drumroll.engines.transformers.why_not_slots", lambda config: None)
