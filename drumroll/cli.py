@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import drumroll
 from drumroll.errors import RunError, UserError
 
 app = typer.Typer(
@@ -20,6 +21,20 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models that drumroll makes or fetches itself.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"drumroll {drumroll.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """Options of the program itself: only `--version`, which its callback answers."""
+
 
 Recipe = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -62,11 +62,15 @@ def table(rows: Sequence[CheckRow], title: str) -> Table:
     for row in rows:
         options = " ".join(f"{key}={value}" for key, value in row.options.items())
         bound = "" if row.tolerance is None else f"{row.tolerance:.3g}"
-        verdict = "[green]pass[/]" if row.passed else "[bold red]FAIL[/]"
-        if row.tolerance is None and row.passed:
-            verdict = "[dim]info[/]"
-        grid.add_row(row.check, row.backend, options, str(row.ranks), f"{row.value:.4g}", bound, verdict)
+        grid.add_row(row.check, row.backend, options, str(row.ranks), f"{row.value:.4g}", bound, verdict(row))
     return grid
+
+
+def verdict(row: CheckRow) -> str:
+    """The last cell of a row, as rich markup."""
+    if not row.passed:
+        return "[bold red]FAIL[/]"
+    return "[dim]info[/]" if row.tolerance is None else "[green]pass[/]"
 
 
 def write_rows(path: Path, rows: Sequence[CheckRow]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from drumroll.config import RunConfig
 from drumroll.data.chat import load_eos_ids, load_tokenizer
@@ -57,7 +58,7 @@ def record(recorder: Recorder, evaluator: Evaluator, step: int, version: int) ->
 def evaluate_model(config: RunConfig, json: Path | None) -> EvalRecord:
     """`drumroll eval`: engines only, no trainer. Prints some answers and the score; `json` gets the score as a row."""
     if config.engine is None or not config.rewards:
-        raise UserError("eval needs engine.name and rewards in the recipe")
+        raise UserError("eval needs engine.name and rewards: give it an RL recipe, and the model to score with --model")
     folder = starting_model(config, recorder=None)
     spec = WorkerSpec(config, folder, Plan(config.runtime.ranks, frozenset({"engine"})))
     runtime = config.runtime
@@ -71,10 +72,19 @@ def evaluate_model(config: RunConfig, json: Path | None) -> EvalRecord:
     console = Console()
     for group in groups[:5]:
         console.print(f"[dim]{group.prompt.text!r}[/dim] -> {group.rollouts[0].text!r}  reward {group.rollouts[0].reward}", highlight=False)
-    row = checks.measured(
-        "eval_score", result.score, backend="none", options={"model": str(folder), "rows": result.rows}, ranks=runtime.ranks
-    )
-    console.print(checks.table([row], "Evaluation"))
+    console.print(table(config.engine.name, folder, result, runtime.ranks))
     if json is not None:
-        checks.write_rows(json, [row])
+        options = {"model": str(folder), "engine": config.engine.name, "rows": result.rows}
+        checks.write_rows(json, [checks.measured("eval_score", result.score, backend="none", options=options, ranks=runtime.ranks)])
     return result
+
+
+def table(engine: str, folder: Path, result: EvalRecord, ranks: int) -> Table:
+    """One row: what was evaluated, what sampled it, and the score."""
+    grid = Table(title="Evaluation", title_justify="left", header_style="bold")
+    for name in ("model", "engine"):
+        grid.add_column(name, overflow="fold")
+    for name in ("ranks", "rows", "no verdict", "eval_score"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_row(str(folder), engine, str(ranks), str(result.rows), str(result.abstentions), f"{result.score:.4g}")
+    return grid

@@ -4,8 +4,9 @@ Sampling plays no part: the batches are those of the record. So a difference her
 difference between two runs was the sampler's. Replay starts from the newest checkpoint before the step, or from the model that the run
 started with, and trains the recorded batches in between.
 
-[Note: how exact a KL is] A KL near 0 is half the mean square of log-ratios d: an error of d, some 1e-7 of a log-prob, changes it by d times
-that, which relative to d^2 / 2 has no bound. So its difference is taken relative to sqrt(2 KL), the root mean square of d.
+[Note: how exact a KL is] The recorded KL is the mean of k3(d) = e^d - 1 - d over tokens. An error e in every log-prob, some 1e-7, changes
+it by at most e * mean |k3'(d)|, and |k3'(d)| = |e^d - 1| <= k3(d) + sqrt(2 k3(d)) for every d: by at most e * (KL + sqrt(2 KL)) (Jensen).
+Its difference is divided by that, so what is bounded is the error of the log-probs; relative to the KL itself, near 0, it has no bound.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from drumroll import config as configs
 from drumroll import plugins
-from drumroll.algorithms.presets import resolve
+from drumroll.algorithms.presets import Algorithm, resolve
 from drumroll.checkpoint.store import CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.errors import UserError
@@ -34,6 +38,7 @@ from drumroll.runtime.local import launch
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
+from drumroll.types import StepStats
 
 RELATIVE = 1e-5  # grad_norm, entropy, logprob_mean, loss_abs
 LOSS_SCALE = 1e-6  # loss, in units of the mean |advantage|: its terms cancel, so a relative bound would mean nothing
@@ -44,6 +49,21 @@ COMPARED = ("loss_abs", "grad_norm", "entropy", "logprob_mean")
 class Target:
     run_dir: Path
     step: int
+
+
+@dataclass(slots=True, frozen=True)
+class Replayed:
+    facts: UpdateFacts
+    redone: int  # optimizer steps trained again before those of the step itself
+    start: int  # the step whose checkpoint it began from; 0: the model that the run started with
+
+    def way(self) -> str:
+        """How it came to the step, in words."""
+        origin = f"the checkpoint of step {self.start}" if self.start else "the model that the run started with"
+        if not self.redone:
+            return f"0 updates redone: the step follows {origin}"
+        count = f"{self.redone} update{'s' if self.redone > 1 else ''} redone since {origin}"
+        return f"{count}; rounding adds up over them, and after a dozen may pass the bounds: checkpoint.every gives a nearer start"
 
 
 def replay(run: str, overrides: Sequence[str], json: Path | None) -> bool:
@@ -58,8 +78,11 @@ def replay(run: str, overrides: Sequence[str], json: Path | None) -> bool:
         raise UserError(f"{target.run_dir}: replay trains RL steps again, and this run has none (pipeline: {config.pipeline})")
     recorded = _recorded(target)
     replayed = _train_again(target, config)
-    rows = compare(recorded, replayed, config)
-    Console().print(checks.table(rows, f"{target.run_dir}, step {target.step}: difference to the record"))
+    rows = compare(recorded, replayed.facts, config)
+    console = Console()
+    console.print(f"{target.run_dir}, step {target.step}, on {config.backend.name} x {config.runtime.ranks}", markup=False, highlight=False)
+    console.print(table(rows))
+    console.print(replayed.way(), markup=False, highlight=False)
     if json is not None:
         checks.write_rows(json, rows)
     return all(row.passed for row in rows)
@@ -73,9 +96,22 @@ def compare(recorded: StepRecord, replayed: UpdateFacts, config: RunConfig) -> l
         if before is not None or now is not None:
             rows.append(_row(name, before, now, abs(before), RELATIVE, config))
     if recorded.kl is not None and replayed.kl is not None:
-        rows.append(_row("kl", recorded.kl, replayed.kl, max(recorded.kl, math.sqrt(2 * max(recorded.kl, 0.0))), RELATIVE, config))
+        rows.append(_row("kl", recorded.kl, replayed.kl, recorded.kl + math.sqrt(2 * recorded.kl), RELATIVE, config))
     rows.append(_row("loss", recorded.loss, replayed.loss, recorded.advantage_abs_mean or 1.0, LOSS_SCALE, config))
     return rows
+
+
+def table(rows: Sequence[checks.CheckRow]) -> Table:
+    """The rows with both numbers side by side, whole at 80 columns."""
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    grid.add_column("check", no_wrap=True)
+    for name in ("recorded", "replayed", "difference", "at most"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("")
+    for row in rows:
+        numbers = (row.options["recorded"], row.options["replayed"], f"{row.value:.2g}", f"{row.tolerance:.0e}")
+        grid.add_row(escape(row.check), *numbers, checks.verdict(row))
+    return grid
 
 
 def _row(name: str, before: float, now: float, scale: float, tolerance: float, config: RunConfig) -> checks.CheckRow:
@@ -85,7 +121,7 @@ def _row(name: str, before: float, now: float, scale: float, tolerance: float, c
     return checks.at_most(name, difference, tolerance, backend=config.backend.name, options=options, ranks=config.runtime.ranks)
 
 
-def _train_again(target: Target, config: RunConfig) -> UpdateFacts:
+def _train_again(target: Target, config: RunConfig) -> Replayed:
     assert config.algorithm is not None
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
     folder = _start_model(target.run_dir)
@@ -94,17 +130,21 @@ def _train_again(target: Target, config: RunConfig) -> UpdateFacts:
     spec = WorkerSpec(config, folder, Plan(config.runtime.ranks, frozenset({"policy"})))
     with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
         policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
-        first = 1
+        start = redone = 0
         if before:
             state, directory = store.read(before[-1])
             policy.load(directory)
             policy.applied_steps = state.applied_steps
-            first = state.step + 1
-        for step in range(first, target.step + 1):
-            samples = batches.read(_batch_file(target.run_dir, step))
-            rate = policy.next_learning_rate
-            updates = update(policy, samples, algorithm)
-    return update_facts(updates, rate)
+            start = state.step
+        for step in range(start + 1, target.step):
+            redone += len(_step_again(target, step, policy, algorithm))
+        rate = policy.next_learning_rate
+        updates = _step_again(target, target.step, policy, algorithm)
+    return Replayed(update_facts(updates, rate), redone, start)
+
+
+def _step_again(target: Target, step: int, policy: Policy, algorithm: Algorithm) -> list[StepStats]:
+    return update(policy, batches.read(_batch_file(target.run_dir, step)), algorithm)
 
 
 def _target(text: str) -> Target:
