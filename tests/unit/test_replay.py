@@ -49,7 +49,7 @@ def test_a_small_kl_is_judged_by_the_log_ratios_that_it_is_made_of() -> None:
     assert "kl" not in verdicts(healthy_record(3))
 
 
-@pytest.mark.parametrize("spread", [1e-4, 0.1, 1.0, 4.0])
+@pytest.mark.parametrize("spread", [1e-4, 0.1, 1.3, 4.0])
 def test_log_probs_within_the_bound_keep_the_kl_within_its_bound(spread: float) -> None:
     """[Note: how exact a KL is]: whatever the log-ratios, an error of 1e-5 in each of them passes, and one of 3e-5 in most does not."""
     reference = spread * torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
