@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel
@@ -44,11 +44,14 @@ class ModelSpec:
 
 @dataclass(slots=True, frozen=True)
 class OptimSpec:
-    """AdamW (Loshchilov & Hutter 2019) and the clip before it. The learning rate comes with each step."""
+    """The optimizer and the clip before it. The learning rate comes with each step."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    name: Literal["adamw", "muon", "adafactor"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)  # adamw, and what muon leaves to it
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # decoupled
+    momentum: float = 0.95  # muon
+    offload: bool = False  # adamw: moments in host memory
     max_grad_norm: float = 1.0  # 0: no clipping
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from torch import nn
 
 from drumroll.backends import clip, state
+from drumroll.backends import optim as optimizers
 from drumroll.backends.base import ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
-from drumroll.backends.optim import AdamW
 from drumroll.backends.placement import Placement
 from drumroll.digest import digest
 from drumroll.errors import RunError
@@ -58,7 +58,17 @@ class TorchBackend:
         self._trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._optim = optim
         pieces = {name: self._placement.piece(parameter) for name, parameter in self._trainable.items()}
-        self._adamw = AdamW(pieces, optim) if optim is not None else None
+        self._optimizer = optimizers.make(optim, pieces, self._wholes()) if optim is not None else None
+
+    def _wholes(self) -> optimizers.Wholes:
+        """Whole tensors for optimizers that need them."""
+        hidden = {id(parameter) for block in self._scorer.blocks for parameter in block.parameters()}
+        return optimizers.Wholes(
+            shapes={name: self._placement.held(parameter).shape for name, parameter in self._trainable.items()},
+            matrices={n for n, p in self._trainable.items() if id(p) in hidden and len(self._placement.held(p).shape) == 2},
+            gather=lambda name, piece: self._placement.gather([self._trainable[name]], [piece])[0],
+            start=lambda name: self._placement.start(self._trainable[name]),
+        )
 
     def _check_parameters(self, tensors_before: int) -> None:
         """What the numbers contract says about storage is asserted, not assumed."""
@@ -78,7 +88,7 @@ class TorchBackend:
         return outputs
 
     def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
-        if self._adamw is None:
+        if self._optimizer is None:
             raise RunError("this backend instance is forward-only (set up with optim=None): it cannot train")
         with self._placement.sync(last):
             outputs = self._outputs(micro, entropy=True)
@@ -97,7 +107,7 @@ class TorchBackend:
         return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None)
 
     def step(self, lr: float) -> StepResult:
-        if self._adamw is None or self._optim is None:
+        if self._optimizer is None or self._optim is None:
             raise RunError("this backend instance is forward-only (set up with optim=None): it cannot step")
         gradients = self._gradients()
         norm = clip.global_norm(list(gradients.values()))
@@ -105,7 +115,7 @@ class TorchBackend:
         if not skipped:
             if self._optim.max_grad_norm > 0:
                 clip.clip_(list(gradients.values()), norm, self._optim.max_grad_norm)
-            self._adamw.step({name: clip.local_part(gradient) for name, gradient in gradients.items()}, lr)
+            self._optimizer.step({name: clip.local_part(gradient) for name, gradient in gradients.items()}, lr)
             self._placement.after_update()
         self._placement.clear_gradients(list(self._trainable.values()))
         return StepResult(grad_norm=norm, skipped=skipped)
@@ -152,36 +162,37 @@ class TorchBackend:
 
     def load(self, directory: Path) -> None:
         tensors = self._stored()
-        state.load(directory, tensors, (state.MODEL,) if self._adamw is None else (state.MODEL, state.OPTIMIZER))
+        state.load(directory, tensors, (state.MODEL,) if self._optimizer is None else (state.MODEL, state.OPTIMIZER))
         for name, (parameter, piece) in self._pieces().items():
             self._placement.restore(parameter, piece, tensors[name])
-        if self._adamw is not None:
-            self._adamw.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
+        if self._optimizer is not None:
+            self._optimizer.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
         self._placement.after_update()
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """Name in a checkpoint -> tensor; gradients play no part in it."""
         tensors = {name: self._placement.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
-        if self._adamw is not None:
-            tensors[f"{state.OPTIMIZER}step"] = torch.tensor(self._adamw.steps)
+        if self._optimizer is not None:
+            for kind, of_kind in self._optimizer.shared().items():
+                tensors |= {f"{state.OPTIMIZER}{name}.{kind}": tensor for name, tensor in of_kind.items()}
+            tensors[f"{state.OPTIMIZER}step"] = torch.tensor(self._optimizer.steps)
         return tensors
 
     def _pieces(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
         """Name in a checkpoint -> the parameter it belongs to, and this rank's live piece of it or of a moment."""
         pieces = {f"{state.MODEL}{name}": (p, self._placement.piece(p)) for name, p in self._parameters.items()}
-        if self._adamw is not None:
-            for name, parameter in self._trainable.items():
-                pieces[f"{state.OPTIMIZER}{name}.exp_avg"] = (parameter, self._adamw.exp_avg[name])
-                pieces[f"{state.OPTIMIZER}{name}.exp_avg_sq"] = (parameter, self._adamw.exp_avg_sq[name])
+        if self._optimizer is not None:
+            for kind, moments in self._optimizer.moments().items():
+                pieces |= {f"{state.OPTIMIZER}{name}.{kind}": (self._trainable[name], moment) for name, moment in moments.items()}
         return pieces
 
     def memory(self) -> dict[str, int]:
         parameters = list(self._parameters.values())
-        moments = [*self._adamw.exp_avg.values(), *self._adamw.exp_avg_sq.values()] if self._adamw is not None else []
+        kept = (*self._optimizer.moments().values(), *self._optimizer.shared().values()) if self._optimizer is not None else ()
         kinds = {
             "parameter": [self._placement.held(parameter).local for parameter in parameters],
             "gradient": [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None],
-            "optimizer": moments,
+            "optimizer": [tensor for of_kind in kept for tensor in of_kind.values()],
             "unsharded": self._placement.unsharded(),
             "other": list(self._scorer.buffers()),
         }
@@ -189,7 +200,7 @@ class TorchBackend:
         return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
 
     def close(self) -> None:
-        del self._module, self._scorer, self._parameters, self._trainable, self._adamw, self._placement
+        del self._module, self._scorer, self._parameters, self._trainable, self._optimizer, self._placement
         gc.collect()  # wrapped modules are full of reference cycles
 
 

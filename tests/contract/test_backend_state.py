@@ -260,7 +260,7 @@ def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing:
     return {
         "moved": sum(int((after[key] != before[key])[moved_by[key]].sum()) for key in before),
         "with gradient": sum(int(mask.sum()) for mask in moved_by.values()),
-        "moments": {tensor.dtype for tensor in (*backend._adamw.exp_avg.values(), *backend._adamw.exp_avg_sq.values())},
+        "moments": {tensor.dtype for tensor in (m for moments in backend._optimizer.moments().values() for m in moments.values())},
         "stored": {parameter.dtype for parameter in backend._scorer.parameters()},
         "gradients": first,
         "logprobs": backend.logprobs(micro).logprobs.dtype,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drumroll.backends.base import OptimSpec
-from drumroll.backends.optim import AdamW
+from drumroll.backends.optim.adamw import AdamW
 from drumroll.errors import RunError
 
 
