@@ -68,10 +68,11 @@ class Specification(AbstractContextManager["Specification"]):
     def case(self, subject: Subject, dtype: torch.dtype) -> Case:
         """The case of a subject, with a clip that binds in some steps and an epsilon that fit the size of its gradient."""
         folder = Path(mkdtemp(prefix="reference-", dir=self._folder))
-        case = Case(subject, {}, dtype, OptimSpec(BETAS, 1.0, WEIGHT_DECAY, 0.0), WHOLE, folder, folder, writes=True)
+        optim = OptimSpec(betas=BETAS, eps=1.0, weight_decay=WEIGHT_DECAY, max_grad_norm=0.0)
+        case = Case(subject, {}, dtype, optim, WHOLE, folder, folder, writes=True)
         (norm,) = self._ranks.call(Probe.gradient_norm, case)
         clip = CLIP_SHARE * norm
-        return replace(case, optim=replace(case.optim, max_grad_norm=clip, eps=EPSILON_SHARE * clip / math.sqrt(subject.parameters)))
+        return replace(case, optim=replace(optim, max_grad_norm=clip, eps=EPSILON_SHARE * clip / math.sqrt(subject.parameters)))
 
     def run(self, jobs: Iterable[Job], noise: bool = False) -> dict[Key, Expected]:
         """Run every job whose like has not run yet; with `noise`, once more in other micro-batches. See `Expected`."""
