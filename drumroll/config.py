@@ -56,7 +56,9 @@ class ModelConfig(Section):
     trainable: tuple[str, ...] = Field((), description="regular expressions over HF parameter names; empty: all parameters train")
     layout: Literal["auto", "rows", "packed"] = Field("auto", description="how a micro-batch is laid out: right-padded rows of similar length, or one packed row")
     attention: str = Field("sdpa", description="transformers' attn_implementation")
-    checkpointing: bool = Field(False, description="activation checkpointing, one unit a transformer block")
+    checkpointing: Literal["none", "full", "offload", "selective"] = Field("none", description="activations kept for backward: all; each block's input; the same in host memory; the results of matmuls and attention")
+    compile: bool = Field(False, description="torch.compile of every transformer block")
+    tile_mlp: int = Field(0, ge=0, description="tokens that a block's MLP works on at a time, for long sequences; 0: all")
     trust_remote_code: bool = False
 
     @field_validator("trainable")
@@ -208,15 +210,18 @@ class AlgorithmConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW; the learning rate is a pure function of the number of applied steps."""
+    """The learning rate is a pure function of the number of applied steps."""
 
+    name: Literal["adamw", "muon", "adafactor"] = Field("adamw", description="muon: for the matrices of hidden layers, adamw for the rest; adafactor: next to no state")
     lr: float = Field(1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate over `lr`")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="decoupled")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon")
+    offload: bool = Field(False, description="adamw, muon: Adam's moments in host memory, brought to the device bucket by bucket")
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     max_skips: Positive = Field(5, description="abort after this many non-finite steps in a row")
 
@@ -332,6 +337,10 @@ class RunConfig(Section):
             yield "pipeline: rl", ("train.batch_size",), "set rollout.prompts_per_step, algorithm.group_size and algorithm.minibatches"
             if not isinstance(self.warmup, WarmupConfig):
                 yield "pipeline: rl without a warm-up", ("data.completion",), "leave that out"
+        if self.optim.name != "muon":
+            yield f"optim.name: {self.optim.name}", ("optim.momentum",), "leave that out, or choose muon"
+        if self.optim.name == "adafactor":
+            yield "optim.name: adafactor", ("optim.betas", "optim.eps", "optim.offload"), "leave that out"
         if self.optim.schedule == "constant":
             yield "optim.schedule: constant", ("optim.min_lr_ratio",), "leave that out, or choose linear or cosine"
 

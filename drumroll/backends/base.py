@@ -16,7 +16,22 @@ from pydantic import BaseModel
 
 from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs
 
-__all__ = ["Backend", "BackendPlugin", "LossFn", "LossOutput", "ModelSpec", "NamedTensor", "OptimSpec", "RankContext", "StepResult"]
+__all__ = [
+    "Backend",
+    "BackendPlugin",
+    "Checkpointing",
+    "LossFn",
+    "LossOutput",
+    "ModelSpec",
+    "NamedTensor",
+    "OptimSpec",
+    "RankContext",
+    "StepResult",
+]
+
+
+# Which activations of a transformer block are kept for backward: all; its input; its input, in host memory; the results of its matmuls.
+Checkpointing = Literal["none", "full", "offload", "selective"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +53,9 @@ class ModelSpec:
     trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
     layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
     attention: str = "sdpa"  # transformers' attn_implementation
-    checkpointing: bool = False  # activation checkpointing, one unit a transformer block
+    checkpointing: Checkpointing = "none"
+    compile: bool = False  # torch.compile of every transformer block
+    tile_mlp: int = 0  # tokens that a block's MLP works on at a time; 0: all
     trust_remote_code: bool = False
 
 

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
-from drumroll.models.layout import choose
 from drumroll.models.scorer import Scorer
 
 
@@ -36,13 +35,7 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model {spec.path}: cannot build a causal language model with attention={spec.attention!r}: {error}") from error
     select_trainable(hf, spec.trainable)
-    return Scorer(
-        hf,
-        layout=choose(spec.layout, spec.attention),
-        compute_dtype=spec.compute_dtype,
-        temperature=spec.temperature,
-        checkpointing=spec.checkpointing,
-    )
+    return Scorer(hf, spec)
 
 
 def select_trainable(hf: PreTrainedModel, patterns: Iterable[str]) -> None:

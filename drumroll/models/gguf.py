@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from drumroll.errors import UserError
+from drumroll.plugins import install
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -45,7 +46,7 @@ def convert(file: Path, out: Path) -> None:
     Raises UserError when `gguf` is not installed, or the file holds another architecture or kind of tokenizer.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("converting a GGUF file needs the extra: pip install 'drumroll[smollm2]'")
+        raise UserError(f"converting a GGUF file needs an extra: {install('smollm2')}")
     from gguf import GGUFReader
 
     reader = GGUFReader(file)

@@ -1,10 +1,4 @@
-"""A HF causal language model that scores targets: its body, then the chunked head.
-
-[Note: master parameters] Stored parameters are fp32. With a lower compute dtype they are cast as a whole before use, and gradients flow
-back through the cast into fp32. A backend whose placement does that itself (a mixed-precision policy) leaves `cast_parameters` off. Each
-block is cast inside its own forward, and inside its activation checkpoint, because a recomputation happens in backward, long after the
-scorer's forward has ended.
-"""
+"""A HF causal language model that scores targets: its body, then the chunked head."""
 
 from __future__ import annotations
 
@@ -15,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from drumroll.backends.base import ModelSpec
 from drumroll.errors import UserError
+from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
-from drumroll.models.layout import Layout, lay_out
+from drumroll.models.layout import choose, lay_out
 from drumroll.types import MicroBatch
 
 # Fields of HF configs by which a model changes its logits after the head, and the values that leave them alone.
@@ -40,19 +35,21 @@ class Scorer(nn.Module):
 
     hf: PreTrainedModel
     blocks: list[nn.Module]  # transformer blocks, in order: the units of sharding and checkpointing
-    cast_parameters: bool  # see [Note: master parameters]; off until the backend turns it on
+    cast_parameters: bool  # see [Note: master parameters] in blocks.py; off until the backend turns it on
 
-    def __init__(self, hf: PreTrainedModel, *, layout: Layout, compute_dtype: torch.dtype, temperature: float, checkpointing: bool) -> None:
+    def __init__(self, hf: PreTrainedModel, spec: ModelSpec) -> None:
         super().__init__()
         _refuse_changed_logits(hf)
         self.hf = hf.eval()
-        self.layout = layout
-        self.compute_dtype = compute_dtype
-        self.temperature = temperature
+        self.layout = choose(spec.layout, spec.attention)
+        self.compute_dtype = spec.compute_dtype
+        self.temperature = spec.temperature
         self.cast_parameters = False
         self.blocks = _find_blocks(hf)
         for block in self.blocks:
-            block.forward = _block_forward(self, block, checkpointing)
+            if spec.tile_mlp:
+                tile_mlp(block, spec.tile_mlp)
+            block.forward = block_forward(self, block, spec.checkpointing, spec.compile)
         self.head.forward = _head_forward(self.head)  # type: ignore[method-assign]
 
     @property
@@ -107,25 +104,6 @@ class Scorer(nn.Module):
         return {p: p.to(self.compute_dtype) for p in self.hf.parameters() if id(p) not in inside}
 
 
-def _block_forward(scorer: Scorer, block: nn.Module, checkpointing: bool) -> Callable[..., Any]:
-    """The forward of a block, cast and checkpointed as the scorer says."""
-    plain = block.forward
-    holder = _Holder(block, plain)
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        if not scorer.cast_parameters or scorer.compute_dtype == torch.float32:
-            return plain(*args, **kwargs)
-        cast = {name: parameter.to(scorer.compute_dtype) for name, parameter in holder.named_parameters()}
-        return functional_call(holder, cast, args, kwargs)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if checkpointing and torch.is_grad_enabled():
-            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return compute(*args, **kwargs)
-
-    return forward
-
-
 @dataclass(slots=True, frozen=True)
 class _Targets:
     """What the head scores: a call that brings this gives log-probs and entropy, any other the logits."""
@@ -155,18 +133,6 @@ def _head_forward(head: nn.Linear) -> Callable[..., Any]:
         )
 
     return forward
-
-
-class _Holder(nn.Module):
-    """A block seen through its original forward, so that `functional_call` does not come back to the wrapped one."""
-
-    def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
-        super().__init__()
-        self.block = block
-        self.plain = plain
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain(*args, **kwargs)
 
 
 def _find_blocks(hf: PreTrainedModel) -> list[nn.Module]:

@@ -166,13 +166,22 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
         layout=config.model.layout,
         attention=config.model.attention,
         checkpointing=config.model.checkpointing,
+        compile=config.model.compile,
+        tile_mlp=config.model.tile_mlp,
         trust_remote_code=config.model.trust_remote_code,
     )
 
 
 def optim_spec(config: RunConfig) -> OptimSpec:
+    optim = config.optim
     return OptimSpec(
-        betas=config.optim.betas, eps=config.optim.eps, weight_decay=config.optim.weight_decay, max_grad_norm=config.optim.max_grad_norm
+        name=optim.name,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        offload=optim.offload,
+        max_grad_norm=optim.max_grad_norm,
     )
 
 

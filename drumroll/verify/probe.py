@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from drumroll import plugins
-from drumroll.backends.base import Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import Backend, BackendPlugin, Checkpointing, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
 from drumroll.packing import collate, denominators
@@ -47,7 +47,7 @@ class Case:
     scratch: Path  # for checkpoints of this run
     writes: bool = False  # this is the specification
     trainable: tuple[str, ...] = ()
-    checkpointing: bool = False  # activation checkpointing
+    checkpointing: Checkpointing = "none"  # activation checkpointing
 
 
 @dataclass(slots=True)

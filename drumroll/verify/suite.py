@@ -116,7 +116,7 @@ def jobs(cases: Sequence[Case], options: dict[str, Any], whole: bool) -> Iterato
         yield from (Job(Probe.train, replace(case, split=split), split.name) for split in SPLITS)
         yield Job(Probe.forward_only, replace(case, split=SPLITS[-1]), SPLITS[-1].name)
     for case in pair:
-        yield Job(Probe.train, replace(case, split=SPLITS[1], checkpointing=True), "activation checkpointing")
+        yield Job(Probe.train, replace(case, split=SPLITS[1], checkpointing="full"), "activation checkpointing")
         yield Job(Probe.memory, case, WHOLE.name)
         yield Job(Probe.checkpoint, replace(case, split=SPLITS[1]), SPLITS[1].name)
         yield Job(Probe.adopt, replace(case, split=SPLITS[1]), SPLITS[1].name)

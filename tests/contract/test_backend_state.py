@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drumroll.backends import engine as engine_module
-from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.base import Checkpointing, ModelSpec, OptimSpec
 from drumroll.backends.clip import local_part
 from drumroll.digest import digest
 from drumroll.errors import RunError
@@ -241,7 +241,7 @@ def test_memory_by_kind(name: str, options: dict[str, Any], ranks: int, folders:
 # --- precision and non-finite steps
 
 
-def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing: bool) -> dict[str, Any]:
+def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing: Checkpointing) -> dict[str, Any]:
     samples = runs.make_samples(4)
     spec = ModelSpec(str(folder), compute_dtype=torch.bfloat16, checkpointing=checkpointing)
     backend: Any = runs.start(rank, ranks, name, {}, spec, OptimSpec(max_grad_norm=0.0))
@@ -269,7 +269,7 @@ def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing:
 
 def test_small_steps_in_bf16_move_every_weight(folders: dict[str, Path]) -> None:
     """Case 15: stored parameters, gradients and moments are fp32, and steps of 1e-6 are not rounded away."""
-    layouts = (("single", 1, False), ("single", 1, True), ("ddp", 2, True), ("zero1", 2, True), ("fsdp2", 2, True))
+    layouts = (("single", 1, "none"), ("single", 1, "full"), ("ddp", 2, "full"), ("zero1", 2, "full"), ("fsdp2", 2, "full"))
     results = [run_ranks(train_in_bf16, ranks, name, folders["tied"], checkpointing) for name, ranks, checkpointing in layouts]
     reference = results[0][0]["gradients"]
     for found in (rank for ranks in results for rank in ranks):

@@ -162,7 +162,7 @@ def odd_cases(rank: int, ranks: int, name: str, root: Path) -> dict[str, Any]:
     plan = [samples] if rank == 0 else [runs.without_targets(2)]
     for key, spec in {
         "no targets": ModelSpec(str(root / "llama-tied")),
-        "checkpointing": ModelSpec(str(root / "llama-tied"), checkpointing=True),
+        "checkpointing": ModelSpec(str(root / "llama-tied"), checkpointing="full"),
         "frozen": ModelSpec(str(root / "llama-tied"), trainable=(r"layers\.1\.", "norm")),
     }.items():
         found[key] = runs.train(runs.start(rank, ranks, name, {}, spec, unclipped), plan, denominators(samples))

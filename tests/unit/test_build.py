@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM as Auto
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
 from drumroll.models import build as module
+from drumroll.models.blocks import tile_mlp
 from drumroll.models.build import build, materialise, parameter_names
 from drumroll.packing import collate
 from tests import scorer_models as models
@@ -138,11 +139,14 @@ def _targets(logits_BLV: torch.Tensor, batch: list) -> torch.Tensor:  # type: ig
     return log_p.gather(2, ids[..., None]).squeeze(2)[mask]
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "gemma3"])
-def test_checkpointing_changes_no_bit_of_outputs_or_gradients(folders: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+def test_checkpointing_changes_no_bit_of_outputs_or_gradients(
+    folders: dict[str, Path], name: str, dtype: torch.dtype, checkpointing: str
+) -> None:
     micro = collate(models.samples())
-    plain, saving = (models.scorer(folders[name], compute_dtype=dtype, checkpointing=on) for on in (False, True))
+    plain, saving = (models.scorer(folders[name], compute_dtype=dtype, checkpointing=how) for how in ("none", checkpointing))
     for scorer in (plain, saving):
         logprobs, entropy = scorer(micro, True)
         (logprobs.sum() + entropy.sum()).backward()
@@ -155,8 +159,8 @@ def test_checkpointing_changes_no_bit_of_outputs_or_gradients(folders: dict[str,
 def test_checkpointing_keeps_fewer_activations_and_reaches_parameters_behind_frozen_ones(folders: dict[str, Path]) -> None:
     """Failure case 53's trap: with the embedding frozen, re-entrant checkpointing would leave every gradient None."""
     micro, kept = collate(models.samples()), {}
-    for on in (False, True):
-        scorer = models.scorer(folders["llama"], checkpointing=on, trainable=("layers",))
+    for how in ("none", "full", "selective", "offload"):
+        scorer = models.scorer(folders["llama"], checkpointing=how, trainable=("layers",))
         saved: list[int] = []
 
         def pack(tensor: torch.Tensor, saved: list[int] = saved) -> torch.Tensor:
@@ -166,7 +170,50 @@ def test_checkpointing_keeps_fewer_activations_and_reaches_parameters_behind_fro
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             logprobs, _ = scorer(micro)
         logprobs.sum().backward()
-        kept[on] = sum(saved)
+        kept[how] = sum(saved)
         for name, parameter in scorer.named_parameters():
             assert (parameter.grad is not None and bool(parameter.grad.any())) == parameter.requires_grad, name
-    assert kept[True] < 0.5 * kept[False]
+    assert kept["full"] < 0.5 * kept["none"]
+    assert kept["offload"] < kept["full"]  # the blocks' inputs went to host memory through a hook of their own
+
+
+def test_a_compiled_block_computes_the_same(folders: dict[str, Path]) -> None:
+    micro = collate(models.samples())
+    found = []
+    for compiled in (False, True):
+        scorer = models.scorer(folders["llama"], compile=compiled, checkpointing="full")
+        logprobs, entropy = scorer(micro, True)
+        (logprobs.sum() + entropy.sum()).backward()
+        found.append((logprobs.detach(), {name: parameter.grad for name, parameter in scorer.named_parameters()}))
+    (plain, gradients), (compiled_logprobs, compiled_gradients) = found
+    torch.testing.assert_close(compiled_logprobs, plain, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert float((compiled_gradients[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_tiled_mlp_computes_the_same_and_keeps_less(folders: dict[str, Path], name: str) -> None:
+    micro, found, kept = collate(models.samples()), [], []
+    for tokens in (0, 5):
+        scorer = models.scorer(folders[name], tile_mlp=tokens)
+        saved: list[int] = []
+
+        def pack(tensor: torch.Tensor, saved: list[int] = saved) -> torch.Tensor:
+            saved.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logprobs, entropy = scorer(micro, True)
+        (logprobs.sum() + entropy.sum()).backward()
+        found.append((logprobs.detach(), {key: parameter.grad for key, parameter in scorer.named_parameters()}))
+        kept.append(sum(saved))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    for key, gradient in found[0][1].items():
+        assert float((found[1][1][key] - gradient).norm() / gradient.norm()) < 1e-5, key
+    assert kept[1] < 0.8 * kept[0]
+
+
+def test_a_block_without_an_mlp_cannot_be_tiled(folders: dict[str, Path]) -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"model\.tile_mlp: Sequential has no child `mlp`, only 0"):
+        tile_mlp(block, 4)

@@ -166,8 +166,8 @@ def test_what_is_read_or_says_nothing_is_taken_and_survives_dump_and_load(source
 
 
 def test_a_boolean_stays_one_where_one_is_expected() -> None:
-    parsed = config.parse(tree(model__checkpointing=True, data__chat=False, data__train={"task": "sort", "options": {"x": True}}))
-    assert parsed.model.checkpointing is True
+    parsed = config.parse(tree(model__checkpointing="full", data__chat=False, data__train={"task": "sort", "options": {"x": True}}))
+    assert parsed.model.checkpointing == "full"
     assert parsed.data.chat is False
     assert parsed.data.train.options == {"x": True}  # type: ignore[union-attr]
 

@@ -98,7 +98,7 @@ def test_a_folder_saved_from_the_bare_body_loads(tmp_path: Path) -> None:
         assert torch.equal(got, expected)
 
 
-def _sharded(rank: int, world_size: int, folder: Path, dtype: torch.dtype, checkpointing: bool) -> dict[str, float]:
+def _sharded(rank: int, world_size: int, folder: Path, dtype: torch.dtype, checkpointing: str) -> dict[str, float]:
     """A model sharded by blocks against the same one whole: parameters, digests, outputs, gradients, one empty rank included."""
     whole = models.scorer(folder, compute_dtype=dtype, checkpointing=checkpointing)
     sharded = build(ModelSpec(str(folder), compute_dtype=dtype, checkpointing=checkpointing))
@@ -140,7 +140,7 @@ def _sharded(rank: int, world_size: int, folder: Path, dtype: torch.dtype, check
 def test_two_ranks_hold_their_rows_and_compute_the_same(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """48 rows of 32 over 2 ranks, the second without a sample; the cast of plain parameters equals the mixed-precision policy."""
     folder = models.make(name, tmp_path / name)
-    for result in run_ranks(_sharded, 2, folder, dtype, True, timeout=100):
+    for result in run_ranks(_sharded, 2, folder, dtype, "full", timeout=100):
         assert result["logprob"] == 0.0
         assert result["gradient"] < (1e-6 if dtype == torch.float32 else 1e-2)
 
