@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,17 @@ def share_rows(rows: Rows, parameters: Sequence[nn.Parameter]) -> None:
     """Every rank has stepped its own rows of each parameter: bring everybody's to everybody, in place. Collective."""
     if rows.ranks == 1:
         return
-    for bucket in _buckets(parameters):
+    for bucket in buckets(parameters, GATHER_BYTES):
         mine = [parameter.detach() for parameter in bucket]
         wholes = rows.gather([rows.cut(tensor) for tensor in mine], [tensor.shape for tensor in mine], torch.float32)
         torch._foreach_copy_(mine, wholes)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Iterable[nn.Parameter], limit: float) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters of at most `limit` bytes together; one that is larger is alone."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
-        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > GATHER_BYTES:
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > limit:
             yield bucket
             bucket = []
         bucket.append(parameter)
