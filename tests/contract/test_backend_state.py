@@ -21,7 +21,7 @@ from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
 
-LAYOUTS = (("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 1), ("fsdp2", 2))
+LAYOUTS = (("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp2", 1), ("fsdp2", 2))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,11 @@ def load_and_save(rank: int, ranks: int, name: str, folder: Path, source: Path, 
 
 
 @pytest.mark.parametrize(
-    ("steps", "route"), [(0, (("fsdp2", 2), ("single", 1))), (2, (("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("zero1", 2), ("single", 1)))]
+    ("steps", "route"),
+    [
+        (0, (("fsdp2", 2), ("single", 1))),
+        (2, (("fsdp2", 2), ("ddp", 2), ("fsdp2", 3), ("zero1", 2), ("zero2", 3), ("single", 1))),
+    ],
 )
 def test_state_travels_between_backends_bit_equal(
     steps: int, route: tuple[tuple[str, int], ...], folders: dict[str, Path], tmp_path: Path
@@ -132,7 +136,7 @@ def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> t
     return runs.full_weights(straight), runs.full_weights(resumed)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp2", 2)])
 def test_training_goes_on_bit_equal_after_loading(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     for straight, resumed in run_ranks(resume, ranks, name, folders["untied"], tmp_path / "state"):
         assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
@@ -203,6 +207,8 @@ def measure(rank: int, ranks: int, name: str, options: dict[str, Any], folder: P
         ("single", {}, 1),
         ("ddp", {}, 2),
         ("zero1", {}, 2),
+        ("zero2", {}, 2),
+        ("zero2", {"grad_sync": "last"}, 2),
         ("fsdp2", {}, 2),
         ("fsdp2", {"grad_sync": "last"}, 2),
         ("fsdp2", {"reshard_after_forward": False}, 2),
@@ -214,7 +220,7 @@ def test_memory_by_kind(name: str, options: dict[str, Any], ranks: int, folders:
     root = sum(4 * p.numel() for key, p in model.named_parameters() if ".layers." not in key)
     blocks = whole - root
     parameter, gradient, optimizer = (whole / cut for cut in {
-        "single": (1, 1, 1), "ddp": (1, 1, 1), "zero1": (1, 1, ranks), "fsdp2": (ranks, ranks, ranks),
+        "single": (1, 1, 1), "ddp": (1, 1, 1), "zero1": (1, 1, ranks), "zero2": (1, ranks, ranks), "fsdp2": (ranks, ranks, ranks),
     }[name])  # fmt: skip
     slack = 1.02  # rows that do not divide
     for found in run_ranks(measure, ranks, name, options, folders["untied"]):
@@ -269,7 +275,7 @@ def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing:
 
 def test_small_steps_in_bf16_move_every_weight(folders: dict[str, Path]) -> None:
     """Case 15: stored parameters, gradients and moments are fp32, and steps of 1e-6 are not rounded away."""
-    layouts = (("single", 1, "none"), ("single", 1, "full"), ("ddp", 2, "full"), ("zero1", 2, "full"), ("fsdp2", 2, "full"))
+    layouts = (("single", 1, "none"), ("single", 1, "full"), ("ddp", 2, "full"), ("zero1", 2, "full"), ("zero2", 2, "full"), ("fsdp2", 2, "full"))
     results = [run_ranks(train_in_bf16, ranks, name, folders["tied"], checkpointing) for name, ranks, checkpointing in layouts]
     reference = results[0][0]["gradients"]
     for found in (rank for ranks in results for rank in ranks):
@@ -296,7 +302,7 @@ def two_steps(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torch
     return runs.full_weights(start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2))
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp2", 2)])
 def test_a_non_finite_gradient_on_one_rank_skips_on_all(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     """Case 17: parameters and moments bit-equal to before, and the next step as if nothing had been."""
     found = run_ranks(skip, ranks, name, folders["tied"], tmp_path)
@@ -337,7 +343,7 @@ def replicas_differ(rank: int, ranks: int, folders: list[Path]) -> str:
 
 
 def test_misuse_is_refused_in_words(folders: dict[str, Path], tmp_path: Path) -> None:
-    for name in ("ddp", "fsdp2"):
+    for name in ("ddp", "zero2", "fsdp2"):
         for found in run_ranks(misuse, 2, name, folders):
             assert "forward-only" in found["train forward-only"]
             assert "forward-only" in found["step forward-only"]
