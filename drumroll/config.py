@@ -273,6 +273,7 @@ class RuntimeConfig(Section):
     ranks: Positive = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(600.0, gt=0, description="a rank silent for longer ends the run")
+    take_turns: bool = Field(False, description="engine and policy share a device by turns: the policy's memory is in host memory while the engine samples, and the engine's cache is released while the policy trains")
 
 
 class EvalConfig(Section):

@@ -6,7 +6,7 @@ the same order, because every verb below may communicate. `drumroll verify NAME`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,6 +20,7 @@ __all__ = [
     "Backend",
     "BackendPlugin",
     "Checkpointing",
+    "Kind",
     "LossFn",
     "LossOutput",
     "ModelSpec",
@@ -32,6 +33,14 @@ __all__ = [
 
 # Which activations of a transformer block are kept for backward: all; its input; its input, in host memory; the results of its matmuls.
 Checkpointing = Literal["none", "full", "offload", "selective"]
+
+
+# What a backend can release for a while, and the names of these in `memory`.
+Kind = Literal["parameter", "gradient", "optimizer"]
+PARAMETER: Kind = "parameter"
+GRADIENT: Kind = "gradient"
+OPTIMIZER: Kind = "optimizer"
+KINDS: tuple[Kind, ...] = (PARAMETER, GRADIENT, OPTIMIZER)
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +102,7 @@ class BackendPlugin(Protocol):
 
 
 class Backend(Protocol):
-    """Ten verbs. Every public attribute a caller may use is here."""
+    """The verbs. Every public attribute a caller may use is here."""
 
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
         """Meta device -> shard -> stream the safetensors file into the shards.
@@ -136,6 +145,12 @@ class Backend(Protocol):
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises RunError when the names saved and restored differ. Collective."""
+
+    def sleep(self, what: Collection[Kind]) -> None:
+        """Copy these to host memory and release them on the device; verbs that need them raise RunError until `wake`."""
+
+    def wake(self) -> None:
+        """Bring back, bit for bit, all that sleeps. Nothing to do where nothing does."""
 
     def memory(self) -> dict[str, int]:
         """Bytes held now on this rank by kind: parameter, gradient, optimizer, unsharded, other; measured from live storages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from torch import nn
 
 from drumroll.backends import clip, state
 from drumroll.backends import optim as optimizers
-from drumroll.backends.base import ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.backends.placement import Placement
+from drumroll.backends.sleeping import Sleeper
 from drumroll.digest import digest
 from drumroll.errors import RunError
 from drumroll.models import build, stream
@@ -45,6 +46,7 @@ class TorchBackend:
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
         self._placement.check(ctx)
         self._ctx = ctx
+        self._sleeper = Sleeper(ctx.device)
         self._scorer = build.build(model)
         if optim is None:
             self._scorer.requires_grad_(False)
@@ -83,6 +85,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        self._sleeper.require("logprobs", (PARAMETER,))
         outputs = self._outputs(micro, entropy)
         self._placement.after_forward()
         return outputs
@@ -90,6 +93,7 @@ class TorchBackend:
     def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
         if self._optimizer is None:
             raise RunError("this backend instance is forward-only (set up with optim=None): it cannot train")
+        self._sleeper.require("forward_backward", (PARAMETER, GRADIENT))
         with self._placement.sync(last):
             outputs = self._outputs(micro, entropy=True)
             result = loss(outputs, micro, denominators)
@@ -109,6 +113,7 @@ class TorchBackend:
     def step(self, lr: float) -> StepResult:
         if self._optimizer is None or self._optim is None:
             raise RunError("this backend instance is forward-only (set up with optim=None): it cannot step")
+        self._sleeper.require("step", KINDS)
         gradients = self._gradients()
         norm = clip.global_norm(list(gradients.values()))
         skipped = norm == float("inf")
@@ -132,18 +137,20 @@ class TorchBackend:
         return gradients
 
     def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
-        for bucket in _buckets(self._parameters.items(), dtype):
-            yield self._full(bucket, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
+        self._sleeper.require("weights", (PARAMETER,))
+        sizes = {name: self._placement.held(parameter).shape.numel() * dtype.itemsize for name, parameter in self._parameters.items()}
+        for names in _buckets(sizes):
+            yield self._full(names, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
 
-    def _full(self, bucket: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> list[NamedTensor]:
-        full = self._placement.whole([parameter for _, parameter in bucket], dtype)
-        return [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)]
+    def _full(self, names: list[str], dtype: torch.dtype) -> list[NamedTensor]:
+        return list(zip(names, self._placement.whole([self._parameters[name] for name in names], dtype), strict=True))
 
     def gradients(self) -> Iterator[NamedTensor]:
         for name, gradient in self._gradients().items():
             yield name, self._placement.gather([self._trainable[name]], [clip.local_part(gradient)])[0]
 
     def digests(self, dtype: torch.dtype) -> dict[str, int]:
+        self._sleeper.require("digests", (PARAMETER,))
         with torch.no_grad():
             parts = [digest(self._placement.piece(p).to(dtype), self._placement.start(p)) for p in self._parameters.values()]
         return dict(zip(self._parameters, self._add_up(parts), strict=True))
@@ -158,9 +165,11 @@ class TorchBackend:
         return [total % (1 << 64) for total in totals.tolist()]
 
     def save(self, directory: Path) -> None:
+        self._sleeper.require("save", (PARAMETER, OPTIMIZER))
         state.save(directory, self._stored())
 
     def load(self, directory: Path) -> None:
+        self._sleeper.require("load", (PARAMETER, OPTIMIZER))
         tensors = self._stored()
         state.load(directory, tensors, (state.MODEL,) if self._optimizer is None else (state.MODEL, state.OPTIMIZER))
         for name, (parameter, piece) in self._pieces().items():
@@ -186,18 +195,28 @@ class TorchBackend:
                 pieces |= {f"{state.OPTIMIZER}{name}.{kind}": (self._trainable[name], moment) for name, moment in moments.items()}
         return pieces
 
+    def sleep(self, what: Collection[Kind] = KINDS) -> None:
+        held = self._held()
+        for kind in what:
+            self._sleeper.sleep(kind, held[kind])
+
+    def wake(self) -> None:
+        self._sleeper.wake()
+
     def memory(self) -> dict[str, int]:
-        parameters = list(self._parameters.values())
-        kept = (*self._optimizer.moments().values(), *self._optimizer.shared().values()) if self._optimizer is not None else ()
-        kinds = {
-            "parameter": [self._placement.held(parameter).local for parameter in parameters],
-            "gradient": [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None],
-            "optimizer": [tensor for of_kind in kept for tensor in of_kind.values()],
-            "unsharded": self._placement.unsharded(),
-            "other": list(self._scorer.buffers()),
-        }
+        kinds = {**self._held(), "unsharded": self._placement.unsharded(), "other": list(self._scorer.buffers())}
         seen: set[int] = set()
         return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
+
+    def _held(self) -> dict[str, list[torch.Tensor]]:
+        """Kind -> the tensors of it that this rank holds between verbs."""
+        parameters = list(self._parameters.values())
+        kept = (*self._optimizer.moments().values(), *self._optimizer.shared().values()) if self._optimizer is not None else ()
+        return {
+            PARAMETER: [self._placement.held(parameter).local for parameter in parameters],
+            GRADIENT: [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None],
+            OPTIMIZER: [tensor for of_kind in kept for tensor in of_kind.values()],
+        }
 
     def close(self) -> None:
         del self._module, self._scorer, self._parameters, self._trainable, self._optimizer, self._placement
@@ -217,17 +236,16 @@ def _stats(result: LossOutput) -> dict[str, Stat]:
     return stats
 
 
-def _buckets(named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Consecutive parameters of at most BUCKET_BYTES together, or one larger one alone."""
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in named:
-        nbytes = parameter.numel() * dtype.itemsize
-        if bucket and size + nbytes > BUCKET_BYTES:
+def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Consecutive names, of at most BUCKET_BYTES together, or one larger one alone. `sizes`: name -> bytes, the same on all ranks."""
+    bucket: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if bucket and held + size > BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += nbytes
+            bucket, held = [], 0
+        bucket.append(name)
+        held += size
     if bucket:
         yield bucket
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from drumroll import plugins
-from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import KINDS, Backend, ModelSpec, OptimSpec, RankContext, StepResult
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
 from drumroll.models.export import save_folder
@@ -89,8 +89,16 @@ class Worker:
         return self._engine
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """All completions of this rank's requests."""
-        return list(self._sampler.generate(requests))
+        """All completions of this rank's requests. With `runtime.take_turns` the policy's device memory is free meanwhile."""
+        if not self._spec.config.runtime.take_turns or self._policy is None:
+            return list(self._sampler.generate(requests))
+        self._sampler.wake()
+        self._policy.sleep(KINDS)
+        try:
+            return list(self._sampler.generate(requests))
+        finally:
+            self._sampler.sleep()
+            self._policy.wake()
 
     def logprobs(self, role: Scored, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
         """Per-target log-probs, float32 [N] a sample, in the order given."""
@@ -115,6 +123,7 @@ class Worker:
 
     def push(self, version: int) -> PushReport:
         """Send the policy's weights to the engine, and compare digests."""
+        self._sampler.wake()
         dtype = model_spec(self._spec.config, self._spec.folder, self._ctx.device).compute_dtype
         return self._transport.push(self._trainer, self._sampler, dtype, version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drumroll.backends import engine as engine_module
-from drumroll.backends.base import Checkpointing, ModelSpec, OptimSpec
+from drumroll.backends.base import KINDS, Backend, Checkpointing, ModelSpec, OptimSpec
 from drumroll.backends.clip import local_part
 from drumroll.digest import digest
 from drumroll.errors import RunError
@@ -275,7 +276,7 @@ def train_in_bf16(rank: int, ranks: int, name: str, folder: Path, checkpointing:
 
 def test_small_steps_in_bf16_move_every_weight(folders: dict[str, Path]) -> None:
     """Case 15: stored parameters, gradients and moments are fp32, and steps of 1e-6 are not rounded away."""
-    layouts = (("single", 1, "none"), ("single", 1, "full"), ("ddp", 2, "full"), ("zero1", 2, "full"), ("zero2", 2, "full"), ("fsdp2", 2, "full"))
+    layouts = [("single", 1, "none"), ("single", 1, "full"), *((name, 2, "full") for name in ("ddp", "zero1", "zero2", "fsdp2"))]
     results = [run_ranks(train_in_bf16, ranks, name, folders["tied"], checkpointing) for name, ranks, checkpointing in layouts]
     reference = results[0][0]["gradients"]
     for found in (rank for ranks in results for rank in ranks):
@@ -354,3 +355,66 @@ def test_misuse_is_refused_in_words(folders: dict[str, Path], tmp_path: Path) ->
     for message in run_ranks(replicas_differ, 2, [folders["tied"], tmp_path]):
         assert message.startswith("1 of ")
         assert "model.norm.weight" in message
+
+
+# --- sleep
+
+
+def sleep_and_go_on(rank: int, ranks: int, name: str, folder: Path) -> dict[str, Any]:
+    """One instance sleeps between backward and step and again after it, its twin never does."""
+    samples = runs.make_samples(4)
+    micro, counts = collate(samples[rank::ranks]), denominators(samples)
+    found: dict[str, Any] = {}
+    for sleeps in (False, True):
+        backend = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=1)
+        backend.forward_backward(micro, runs.loss_fn, counts, last=True)
+        if sleeps:
+            awake = backend.memory()
+            backend.sleep(KINDS)
+            backend.sleep(KINDS)  # nothing left to do
+            asleep = backend.memory()
+            found["freed"] = {kind: (awake[kind], asleep[kind]) for kind in KINDS}
+            found["refusals"] = refusals(backend, micro, counts, folder / "never")
+            backend.wake()
+            found["awake again"] = backend.memory() == awake
+        norm = backend.step(runs.LR).grad_norm
+        if sleeps:
+            backend.sleep(("optimizer", "gradient"))
+            found["scored"] = backend.logprobs(micro).logprobs
+            backend.wake()
+        backend.forward_backward(micro, runs.loss_fn, counts, last=True)
+        found[f"norms {sleeps}"] = (norm, backend.step(runs.LR).grad_norm)
+        found[f"weights {sleeps}"] = runs.full_weights(backend)
+        if not sleeps:
+            backend.close()
+    return found
+
+
+def refusals(backend: Backend, micro: MicroBatch, counts: Denominators, directory: Path) -> dict[str, str]:
+    """Verb -> what it says while everything sleeps."""
+    verbs: dict[str, Callable[[], object]] = {
+        "step": lambda: backend.step(runs.LR),
+        "logprobs": lambda: backend.logprobs(micro),
+        "digests": lambda: backend.digests(torch.float32),
+        "forward_backward": lambda: backend.forward_backward(micro, runs.loss_fn, counts, last=True),
+        "weights": lambda: list(backend.weights(torch.float32)),
+        "save": lambda: backend.save(directory),
+    }
+    said = {}
+    for name, verb in verbs.items():
+        try:
+            verb()
+            said[name] = "nothing"
+        except RunError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*LAYOUTS])
+def test_sleep_frees_everything_and_changes_no_bit(name: str, ranks: int, folders: dict[str, Path]) -> None:
+    for found in run_ranks(sleep_and_go_on, ranks, name, folders["tied"]):
+        assert all(before > 0 and after == 0 for before, after in found["freed"].values())
+        assert all(f"{verb} needs parameter" in text and "call wake()" in text for verb, text in found["refusals"].items()), found["refusals"]
+        assert found["awake again"]
+        assert found["norms True"] == found["norms False"]
+        assert all(torch.equal(found["weights True"][key], tensor) for key, tensor in found["weights False"].items())
