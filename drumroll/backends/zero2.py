@@ -139,13 +139,13 @@ class _Flight:
 class Reducer:
     """Makes sums of this rank's rows out of full gradients, while backward goes on.
 
-    Buckets hold consecutive parameters, the last ones first, as backward reaches them. They are sent in this order whatever order
+    Buckets hold parameters in the order in which backward is likely to reach them (`_order`). They are sent in this order whatever order
     gradients come in: collectives match on all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Rows, bucket_bytes: float) -> None:
         self._group = rows.group
-        self._buckets = [Bucket(bucket, rows) for bucket in buckets(reversed(parameters), bucket_bytes)]
+        self._buckets = [Bucket(bucket, rows) for bucket in buckets(_order(parameters), bucket_bytes)]
         self._places: dict[torch.Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in self._buckets for index, parameter in enumerate(bucket.parameters)
         }
@@ -221,6 +221,15 @@ class Reducer:
         alone = [parameter.grad for parameter in self._places if parameter.grad is not None]
         filling = [bucket.full for bucket in self._buckets if bucket.full is not None]
         return [*alone, *filling, *(tensor for flight in self._flights for tensor in (flight.full, flight.row))]
+
+
+def _order(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """The last ones first; but norms and biases after all matrices: little, and reached at other times than the matrices beside them.
+
+    A block's first norm is reached when the block is done: before it in the order, all of the block's matrices would wait for it.
+    """
+    matrices = [parameter for parameter in reversed(parameters) if parameter.ndim > 1]
+    return [*matrices, *(parameter for parameter in reversed(parameters) if parameter.ndim < 2)]
 
 
 class Zero2Placement:
