@@ -196,27 +196,29 @@ class TorchBackend:
         return pieces
 
     def sleep(self, what: Collection[Kind] = KINDS) -> None:
-        held = self._held()
         for kind in what:
-            self._sleeper.sleep(kind, held[kind])
+            self._sleeper.sleep(kind, self._held(kind))
 
     def wake(self) -> None:
         self._sleeper.wake()
 
     def memory(self) -> dict[str, int]:
-        kinds = {**self._held(), "unsharded": self._placement.unsharded(), "other": list(self._scorer.buffers())}
+        kinds: dict[str, list[torch.Tensor]] = {kind: self._held(kind) for kind in KINDS}
+        kinds |= {"unsharded": self._placement.unsharded(), "other": list(self._scorer.buffers())}
         seen: set[int] = set()
         return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
 
-    def _held(self) -> dict[str, list[torch.Tensor]]:
-        """Kind -> the tensors of it that this rank holds between verbs."""
-        parameters = list(self._parameters.values())
+    def _held(self, kind: Kind) -> list[torch.Tensor]:
+        """The tensors of a kind that this rank holds between verbs; none while they sleep."""
+        if kind in self._sleeper.asleep:
+            return []
+        parameters = self._parameters.values()
+        if kind == PARAMETER:
+            return [self._placement.held(parameter).local for parameter in parameters]
+        if kind == GRADIENT:
+            return [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None]
         kept = (*self._optimizer.moments().values(), *self._optimizer.shared().values()) if self._optimizer is not None else ()
-        return {
-            PARAMETER: [self._placement.held(parameter).local for parameter in parameters],
-            GRADIENT: [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None],
-            OPTIMIZER: [tensor for of_kind in kept for tensor in of_kind.values()],
-        }
+        return [tensor for of_kind in kept for tensor in of_kind.values()]
 
     def close(self) -> None:
         del self._module, self._scorer, self._parameters, self._trainable, self._optimizer, self._placement

@@ -23,6 +23,11 @@ class Sleeper:
         self._device = device
         self._asleep: dict[str, _Asleep] = {}
 
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The kinds that sleep."""
+        return frozenset(self._asleep)
+
     def sleep(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Release the storages of `tensors` that lie on the device. Nothing to do for a kind that sleeps already."""
         if kind in self._asleep:
