@@ -211,6 +211,7 @@ class Reducer:
         return bucket.piece(index)
 
     def clear(self) -> None:
+        """Drop all gradients, reduced or not, and their memory."""
         for bucket in self._buckets:
             bucket.clear()
         for parameter in self._places:
