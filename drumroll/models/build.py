@@ -1,7 +1,7 @@
 """Building a model: on the meta device, then placed by a backend, then materialised; weights come after (`stream.load`).
 
-[Note: to_empty] Giving meta tensors memory unties tied weights and leaves non-persistent buffers (RoPE's `inv_freq`) uninitialised: both
-are silent. `materialise` ties again and rebuilds, and checks both.
+[Note: memory] Meta tensors that are given memory by `nn.Module.to_empty` are no longer tied, and non-persistent buffers (RoPE's `inv_freq`)
+stay uninitialised: both are silent. `materialise` makes a tied parameter once, rebuilds buffers, and checks both.
 """
 
 from __future__ import annotations
@@ -62,17 +62,34 @@ def parameter_names(hf: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def materialise(scorer: Scorer, device: torch.device) -> None:
-    """Memory for every parameter (uninitialised) and buffer of a model on the meta device, plain or sharded. See [Note: to_empty].
+    """Memory for every parameter (uninitialised) and buffer of a model on the meta device, plain or sharded. See [Note: memory].
 
     Raises RunError when a non-persistent buffer could not be rebuilt.
     """
-    hf = scorer.hf
-    ties = [aliases for aliases in parameter_names(hf).values() if len(aliases) > 1]
-    scorer.to_empty(device=device)
-    for source, *targets in ties:
-        for target in targets:
-            parent, _, leaf = target.rpartition(".")
-            setattr(hf.get_submodule(parent), leaf, hf.get_parameter(source))
+    ties = tied_names(scorer.hf)
+    give_memory(scorer.modules(), device)
+    complete(scorer.hf, ties)
+
+
+def tied_names(hf: nn.Module) -> list[list[str]]:
+    """The HF names of every parameter that has several."""
+    return [aliases for aliases in parameter_names(hf).values() if len(aliases) > 1]
+
+
+def give_memory(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Uninitialised memory for what `modules` themselves hold, not for what those below them do. What they share stays shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def complete(hf: PreTrainedModel, ties: Iterable[list[str]]) -> None:
+    """The last part of `materialise`, once everything has memory; `ties`: what was tied before."""
     _rebuild_buffers(hf)
     untied = [aliases for aliases in ties if len({id(hf.get_parameter(name)) for name in aliases}) > 1]
     if untied:
@@ -93,14 +110,15 @@ def _rebuild_buffers(hf: PreTrainedModel) -> None:
                 buffer._is_hf_initialized = False  # type: ignore[attr-defined]
                 buffer.fill_(filling)
         hf.initialize_weights()
-        rebuilt = {name: buffer.clone() for name, buffer in _non_persistent(hf)}
+        rebuilt = {name: buffer.clone() for name, buffer in non_persistent_buffers(hf)}
         bad = [name for name, buffer in rebuilt.items() if name in first and not torch.equal(first[name], buffer)]
         if bad:
             raise RunError(f"{type(hf).__name__}: transformers does not rebuild the buffers {bad}; they would stay uninitialised memory")
         first = rebuilt
 
 
-def _non_persistent(hf: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def non_persistent_buffers(hf: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """(HF name, buffer) of what no folder stores."""
     for prefix, module in hf.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             yield f"{prefix}.{name}" if prefix else name, module.get_buffer(name)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
-from drumroll.models.build import parameter_names
+from drumroll.models.build import non_persistent_buffers, parameter_names
 from drumroll.models.scorer import Scorer
 
 _INDEX = "model.safetensors.index.json"
@@ -120,5 +120,5 @@ def _some(names: list[str]) -> str:
 
 def persistent_buffers(hf: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     """(HF name, buffer) of what a folder stores beside the parameters."""
-    kept = hf.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in hf.named_buffers() if name in kept]
+    rebuilt = {name for name, _ in non_persistent_buffers(hf)}
+    return [(name, buffer) for name, buffer in hf.named_buffers() if name not in rebuilt]
