@@ -6,10 +6,10 @@ the same order, because every verb below may communicate. `drumroll verify NAME`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel
@@ -20,6 +20,7 @@ __all__ = [
     "Backend",
     "BackendPlugin",
     "Checkpointing",
+    "Cuts",
     "Kind",
     "LossFn",
     "LossOutput",
@@ -99,6 +100,14 @@ class BackendPlugin(Protocol):
 
     def __call__(self, options: Any) -> Backend:
         """A backend before `setup`; `options` is an instance of `Config`."""
+
+
+@runtime_checkable
+class Cuts(Protocol):
+    """What a backend's options may say too: how its persistent memory shrinks with the number of ranks. `drumroll verify` holds it to that."""
+
+    def divisors(self, ranks: int) -> Mapping[Kind, int]:
+        """Over how many of `ranks` ranks each kind of state is cut: 1 where every rank holds all of it."""
 
 
 class Backend(Protocol):
