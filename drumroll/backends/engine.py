@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class TorchBackend:
         self._placement.check(ctx)
         self._ctx = ctx
         self._sleeper = Sleeper(ctx.device)
+        self._saver = state.BackgroundSaver()
         self._scorer = build.build(model)
         if optim is None:
             self._scorer.requires_grad_(False)
@@ -166,7 +168,12 @@ class TorchBackend:
 
     def save(self, directory: Path) -> None:
         self._sleeper.require("save", (PARAMETER, OPTIMIZER))
+        self._saver.wait()
         state.save(directory, self._stored())
+
+    def save_async(self, directory: Path) -> Future[None]:
+        self._sleeper.require("save_async", (PARAMETER, OPTIMIZER))
+        return self._saver.start(directory, self._stored())
 
     def load(self, directory: Path) -> None:
         self._sleeper.require("load", (PARAMETER, OPTIMIZER))
@@ -204,7 +211,7 @@ class TorchBackend:
 
     def memory(self) -> dict[str, int]:
         kinds: dict[str, list[torch.Tensor]] = {kind: self._held(kind) for kind in KINDS}
-        kinds |= {"unsharded": self._placement.unsharded(), "other": list(self._scorer.buffers())}
+        kinds |= {"unsharded": self._placement.unsharded(), "other": [*self._scorer.buffers(), *self._saver.held()]}
         seen: set[int] = set()
         return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
 
@@ -221,6 +228,7 @@ class TorchBackend:
         return [tensor for of_kind in kept for tensor in of_kind.values()]
 
     def close(self) -> None:
+        self._saver.close()
         del self._module, self._scorer, self._parameters, self._trainable, self._optimizer, self._placement
         gc.collect()  # wrapped modules are full of reference cycles
 

@@ -7,12 +7,16 @@ the template asks for and is silent about the rest of a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from drumroll.backends.clip import local_part
 from drumroll.errors import RunError
 
 MODEL = "model."
@@ -20,8 +24,57 @@ OPTIMIZER = "optimizer."
 
 
 def save(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write `tensors` (plain: the same on all ranks; DTensor: each rank its shard). Collective."""
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory))
+    """Write `tensors` (plain: the same on all ranks; DTensor: each rank its shard). Collective. Raises RunError when a disk refuses."""
+    _write(directory, tensors, None)
+
+
+class BackgroundSaver:
+    """Saves on a thread of its own, from copies made at once: what is trained meanwhile does not get into them.
+
+    Its collectives overlap with training's, so they have a process group to themselves. The copies' memory is kept from one save to the
+    next, because filling fresh memory takes several times as long as copying into it, and training waits for that.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drumroll-save")
+        self._group: dist.ProcessGroup | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        self._writing: Future[None] | None = None
+
+    def start(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
+        """As `save`, once the save before has ended; `tensors` may change when this returns. Collective."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        self.wait()
+        for name, tensor in tensors.items():
+            if name in self._copies:
+                local_part(self._copies[name]).copy_(local_part(tensor.detach()))
+            else:
+                self._copies[name] = tensor.detach().to("cpu", copy=True)
+        self._writing = self._thread.submit(_write, directory, self._copies, self._group)
+        return self._writing
+
+    def wait(self) -> None:
+        """Until nothing is being written, whatever came of it."""
+        if self._writing is not None:
+            self._writing.exception()
+
+    def held(self) -> list[torch.Tensor]:
+        """The copies that lie here."""
+        return [local_part(copy) for copy in self._copies.values()]
+
+    def close(self) -> None:
+        """Wait for the save under way and release the copies."""
+        self._thread.shutdown()
+        self._copies = {}
+
+
+def _write(directory: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    try:
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RunError(f"{directory}: rank {rank} cannot write its part of the checkpoint: {type(cause).__name__}: {cause}") from error
 
 
 def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:

@@ -419,3 +419,37 @@ def test_sleep_frees_everything_and_changes_no_bit(name: str, ranks: int, folder
         assert found["awake again"]
         assert found["norms True"] == found["norms False"]
         assert all(torch.equal(found["weights True"][key], tensor) for key, tensor in found["weights False"].items())
+
+
+def save_while_training(rank: int, ranks: int, name: str, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Save in the background and at once; train on while files are written; a save into a place that cannot be written to."""
+    backend = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2)
+    backend.save(scratch / "sync")
+    before = backend.memory()["other"]
+    first = backend.save_async(scratch / "async")
+    backend.step(runs.LR)  # the gradients are there
+    second = backend.save_async(scratch / "later")
+    first_done = first.done()  # a second save waits for the first
+    first.result()
+    second.result()
+    backend.save(scratch / "later-sync")
+    refused = backend.save_async(Path("/proc/no-such-place"))
+    error = refused.exception()
+    held = backend.memory()["other"] - before
+    backend.close()
+    return {"first done": first_done, "error": error, "held": held}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_save_in_the_background_has_the_values_of_its_call(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    for found in run_ranks(save_while_training, ranks, name, folders["tied"], tmp_path):
+        assert found["first done"]
+        assert isinstance(found["error"], RunError)
+        assert "/proc/no-such-place: rank 0 cannot write its part of the checkpoint" in str(found["error"])
+        assert found["held"] > 0  # the copies are counted
+    saved = {place: runs.read_checkpoint(tmp_path / place) for place in ("sync", "async", "later", "later-sync")}
+    assert all(torch.equal(saved["async"][key], tensor) for key, tensor in saved["sync"].items())
+    assert all(torch.equal(saved["later"][key], tensor) for key, tensor in saved["later-sync"].items())
+    assert saved["async"].keys() == saved["later"].keys() == saved["sync"].keys()
+    moved = [key for key in saved["async"] if not torch.equal(saved["async"][key], saved["later"][key])]
+    assert len(moved) == len(saved["async"])  # every tensor, the step count too
