@@ -1,72 +1,186 @@
-"""Checkpoint directories of a run: `checkpoints/step-00000020/`, complete or not there at all.
+"""The checkpoints of a run: `checkpoints/step-00000020/`, complete or not there at all. docs/design/checkpoints.md tells the order.
 
-A checkpoint is written under a staging name, described by `manifest.json` (name and size of every file, and the driver's state), and
-renamed last. A directory without a valid manifest is never loaded; older ones are removed only when the new one is in place.
+A checkpoint is drafted under a staging name on the same file system, described by its manifest, put on the disk, and renamed last. Older
+ones are removed only when the new one is in place.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from drumroll import config as configs
+from drumroll.checkpoint import driver, identity, manifest, retention, rng
+from drumroll.checkpoint.driver import DriverState
+from drumroll.checkpoint.identity import Fingerprint
+from drumroll.checkpoint.manifest import Damaged
+from drumroll.config import CheckpointConfig, RunConfig
 from drumroll.errors import RunError
 
-MANIFEST = "manifest.json"
-STAGING = "staging-"
+STEP = "step-"
+STAGING = "staging-"  # a save under way, or what a killed one left
+ABANDONED = "abandoned-"  # a step that a resumed run will do again; removed with its next save
+
+DRIVER_FILE = "driver.json"
+CONFIG_FILE = "config.yaml"
+MODEL_FILE = "model.json"
+
+
+def _nothing(stage: str) -> None:
+    pass
 
 
 @dataclass(slots=True, frozen=True)
-class DriverState:
-    """What the driver must know to go on from here."""
+class Checkpoint:
+    """A directory that has been checked, or is being written."""
 
-    step: int  # RL or SFT steps completed
-    applied_steps: int  # optimizer steps that were not skipped: the learning rate's argument
-    version: int  # weight version
+    path: Path
+
+    @property
+    def tensors(self) -> Path:
+        """Parameters and optimizer state, for torch.distributed.checkpoint."""
+        return self.path / "state"
+
+    def state(self) -> DriverState:
+        """Raises RunError when its names are not those of today."""
+        return driver.load(self.path / DRIVER_FILE)
+
+    def config(self) -> RunConfig:
+        return configs.load(self.path / CONFIG_FILE)
+
+    def generators(self, rank: int | None) -> Path:
+        """The random number generators of a rank; None: of the driver."""
+        return self.path / "rng" / ("driver.npz" if rank is None else f"rank-{rank:05d}.npz")
+
+    def check_model(self, model: Fingerprint) -> None:
+        """Raises RunError naming what differs."""
+        identity.check_model(self.path / MODEL_FILE, model)
 
 
+@dataclass(slots=True, frozen=True)
+class Skipped:
+    path: Path
+    reason: str
+
+
+@dataclass(slots=True, frozen=True)
 class CheckpointStore:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
+    """All checkpoints of a run. Picklable: the draft is made by the driver and committed by a rank."""
 
-    def write(self, state: DriverState, save: Callable[[Path], None]) -> Path:
-        """`save(directory)` writes the ranks' parts; then the manifest, then the rename, then old checkpoints beyond `keep` go."""
-        final = self._path(state.step)
-        staging = self._folder / f"{STAGING}{state.step:08d}"
-        shutil.rmtree(staging, ignore_errors=True)  # an earlier save that was killed
-        staging.mkdir(parents=True)
-        save(staging)
-        files = {str(f.relative_to(staging)): f.stat().st_size for f in sorted(staging.rglob("*")) if f.is_file()}
-        with (staging / MANIFEST).open("w", encoding="utf-8") as out:
-            json.dump({"state": asdict(state), "files": files}, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        staging.rename(final)
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self._path(step))
+    folder: Path
+    retention: CheckpointConfig
+    reached: Callable[[str], None] = field(default=_nothing)  # told each stage of a save, for tests
+
+    def draft(self, state: DriverState, config: RunConfig, model: Fingerprint, generators: rng.Generators) -> Checkpoint:
+        """A staging directory with what the driver knows; the ranks add their parts, then comes `commit`. Raises RunError."""
+        made = Checkpoint(self.folder / f"{STAGING}{state.step:08d}")
+        try:
+            shutil.rmtree(made.path, ignore_errors=True)
+            made.tensors.mkdir(parents=True)
+            made.generators(None).parent.mkdir()
+            rng.write(made.generators(None), generators)
+            (made.path / DRIVER_FILE).write_text(driver.dump(state), encoding="utf-8")
+            (made.path / MODEL_FILE).write_text(identity.dump(model), encoding="utf-8")
+            configs.dump(config, made.path / CONFIG_FILE)
+        except OSError as error:
+            raise cannot_write(made.path, error) from error
+        self.reached("drafted")
+        return made
+
+    def commit(self, draft: Checkpoint) -> Path:
+        """Make a draft with all its parts a checkpoint, then remove those that it replaces. Raises RunError."""
+        self.reached("written")
+        final = self.folder / draft.path.name.replace(STAGING, STEP)
+        try:
+            manifest.write(draft.path)
+            self.reached("described")
+            if final.exists():  # a damaged one: a valid one of this step would not be written again
+                self._abandon(final)
+            draft.path.rename(final)
+            manifest.sync_folder(self.folder)
+        except OSError as error:
+            raise cannot_write(draft.path, error) from error
+        self.reached("renamed")
+        self._rotate(final)
+        self.reached("rotated")
         return final
 
-    def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending by number."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self._folder.glob("step-*") if (p / MANIFEST).is_file())
+    def _rotate(self, written: Path) -> None:
+        """Older valid checkpoints that the config does not keep go, and what a resumed run has abandoned."""
+        metrics: dict[int, dict[str, float]] = {}
+        for path in self.paths():
+            if step_of(path) <= step_of(written) and (path / manifest.NAME).is_file():
+                with contextlib.suppress(RunError):  # of another version: not ours to count or to remove
+                    metrics[step_of(path)] = Checkpoint(path).state().metrics
+        for step in metrics.keys() - retention.kept(metrics, self.retention):
+            self._remove(self.folder / name_of(step))
+        for path in self.folder.glob(f"{ABANDONED}*"):
+            shutil.rmtree(path)
 
-    def read(self, step: int) -> tuple[DriverState, Path]:
-        """State and directory of a checkpoint. Raises RunError naming the file that is missing or cut."""
-        path = self._path(step)
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, size in manifest["files"].items():
-            found = (path / name).stat().st_size if (path / name).is_file() else None
-            if found != size:
-                raise RunError(
-                    f"{path / name}: expected {size} bytes, found {'no file' if found is None else found}; the checkpoint is damaged"
-                )
-        return DriverState(**manifest["state"]), path
+    def _remove(self, path: Path) -> None:
+        """Under another name first: a removal that is killed leaves no half of a checkpoint."""
+        gone = self._abandon(path)
+        shutil.rmtree(gone)
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+    def _abandon(self, path: Path) -> Path:
+        aside = path.with_name(ABANDONED + path.name)
+        if aside.exists():
+            shutil.rmtree(aside)
+        return path.rename(aside)
+
+    def paths(self) -> list[Path]:
+        """Directories named as checkpoints, valid or not, by ascending step."""
+        found = (path for path in self.folder.glob(f"{STEP}*") if path.is_dir() and path.name.removeprefix(STEP).isdigit())
+        return sorted(found, key=step_of)
+
+    def valid(self, check: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Iterator[Checkpoint | Skipped]:
+        """Every directory, newest first: a checkpoint, or why it is none. `check` may raise RunError to refuse one that is whole."""
+        for path in reversed(self.paths()):
+            try:
+                checkpoint = self.open(path)
+                check(checkpoint)
+                yield checkpoint
+            except RunError as error:
+                yield Skipped(path, str(error))
+
+    def open(self, path: Path) -> Checkpoint:
+        """Raises Damaged naming the file that is missing, cut or changed, RunError for names of another version."""
+        manifest.check(path)
+        checkpoint = Checkpoint(path)
+        if checkpoint.state().step != step_of(path):
+            raise Damaged(f"{path}: holds step {checkpoint.state().step}; it was renamed")
+        return checkpoint
+
+    def go_on_from(self, step: int) -> list[Path]:
+        """Put everything later than `step` aside, remove what killed saves left; returns what was put aside."""
+        for path in self.folder.glob(f"{STAGING}*"):
+            shutil.rmtree(path)
+        return [self._abandon(path) for path in self.paths() if step_of(path) > step]
+
+
+def name_of(step: int) -> str:
+    """The directory of a step."""
+    return f"{STEP}{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a directory's name says."""
+    return int(path.name.removeprefix(STEP))
+
+
+def cannot_write(path: Path, error: OSError) -> RunError:
+    """What to say of a disk that refuses."""
+    try:
+        free = f"{shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free"
+    except OSError:
+        free = "its file system cannot be asked for its space"
+    return RunError(f"{path}: cannot write the checkpoint: {error.strerror or error} ({free}); free the disk, then resume the run")
+
+
+def folder_is_writable(folder: Path) -> bool:
+    """Whether this process may write there; the folder exists."""
+    return os.access(folder, os.W_OK | os.X_OK)
