@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.replicas import all_reducing, check_replicas
 from drumroll.config import Section
@@ -26,7 +26,12 @@ class Config(Section):
     grad_sync: Literal["every", "last"] = Field(
         "last", description="reduce gradients after the last micro-batch of a step only, or after every one; memory is the same"
     )
-    bucket_mb: float = Field(25.0, gt=0, description="size of the buckets in which gradients are reduced while backward goes on")
+    bucket_mb: float = Field(
+        25.0, gt=0, description="size of the buckets in which gradients are reduced while backward goes on", examples=[0.01]
+    )
+
+    def divisors(self, ranks: int) -> Mapping[Kind, int]:
+        return dict.fromkeys(KINDS, 1)
 
 
 class DdpPlacement:

@@ -7,7 +7,7 @@ the ranks of a replica, gradients are reduce-scattered there and then all-reduce
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
 from drumroll.backends.clip import local_part
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.rows import Rows
@@ -34,11 +34,14 @@ from drumroll.models.stream import Held
 class Config(Section):
     """`backend.fsdp2.*`"""
 
-    replicas: int = Field(1, gt=0, description="copies of the sharded model; ranks / replicas share one copy (hybrid sharding)")
+    replicas: int = Field(
+        1, gt=0, description="copies of the sharded model; ranks / replicas share one copy (hybrid sharding)", examples=[2]
+    )
     reshard_after_forward: bool | int = Field(
         True,
         description="free a unit's gathered parameters after forward and gather them again in backward: less memory, more traffic; "
         "a number: keep them sharded over that many ranks in between, e.g. those of a node",
+        examples=[False, 2],
     )
     grad_sync: Literal["every", "last"] = Field(
         "every",
@@ -47,15 +50,22 @@ class Config(Section):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype in which gradients are reduced; bfloat16 halves traffic and rounds"
     )
-    wrap: tuple[str, ...] = Field((), description="class names of the modules that are units; empty: every transformer block")
+    wrap: tuple[str, ...] = Field(
+        (),
+        description="class names of the modules that are units; empty: every transformer block",
+        examples=[("LlamaAttention", "LlamaMLP"), ("Qwen3Attention", "Qwen3MLP")],
+    )
     embeddings: Literal["root", "apart"] = Field(
         "root", description="embedding and head in the root unit, which stays gathered, or units of their own (one, where they are tied)"
     )
-    prefetch_forward: int = Field(0, ge=0, description="units gathered ahead of the one that computes, in forward")
-    prefetch_backward: int = Field(0, ge=0, description="the same in backward; 0: torch's own choice, one unit")
+    prefetch_forward: int = Field(0, ge=0, description="units gathered ahead of the one that computes, in forward", examples=[2])
+    prefetch_backward: int = Field(0, ge=0, description="the same in backward; 0: torch's own choice, one unit", examples=[2])
     offload: bool = Field(
         False, description="parameters, gradients and optimizer state in host memory; units are copied to the device for use"
     )
+
+    def divisors(self, ranks: int) -> Mapping[Kind, int]:
+        return dict.fromkeys(KINDS, ranks // self.replicas)
 
 
 class Fsdp2Placement:
