@@ -7,6 +7,7 @@ the same order, because every verb below may communicate. `drumroll verify NAME`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -151,6 +152,12 @@ class Backend(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write parameters and optimizer state through DCP, named by HF name, readable by any backend at any world size. Collective."""
+
+    def save_async(self, directory: Path) -> Future[None]:
+        """As `save`, of the values at the time of the call, while training goes on; the future has the failure if there is one.
+
+        A second save waits for the first. Collective. What has no use for it may save at once and give a future that is done.
+        """
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises RunError when the names saved and restored differ. Collective."""
