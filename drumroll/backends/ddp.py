@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas
 from drumroll.config import Section
 from drumroll.models import build
@@ -100,4 +101,9 @@ class DdpPlacement:
         return []
 
 
-PLUGIN = TorchPlugin(Config, DdpPlacement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Everything whole on every rank; gradients are views of the reducer's buckets, which stay."""
+    return Footprint(every_micro=options.grad_sync == "every", gradients_stay=True)
+
+
+PLUGIN = TorchPlugin(Config, DdpPlacement, footprint)

@@ -17,6 +17,7 @@ from torch import nn
 from drumroll.backends import clip, state
 from drumroll.backends import optim as optimizers
 from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.footprint import Footprint
 from drumroll.backends.placement import Placement
 from drumroll.backends.sleeping import Sleeper
 from drumroll.digest import digest
@@ -33,6 +34,7 @@ class TorchPlugin:
 
     Config: type[BaseModel]
     placement: Callable[[Any], Placement]
+    footprint: Callable[[Any, int], Footprint] | None = None  # (options, ranks): see there; None: `drumroll plan` cannot foresee its memory
 
     def __call__(self, options: BaseModel) -> TorchBackend:
         return TorchBackend(self.placement(options))

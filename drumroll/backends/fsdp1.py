@@ -29,6 +29,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.clip import local_part
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint, Gathering
 from drumroll.backends.rows import Rows
 from drumroll.config import Section
 from drumroll.errors import UserError
@@ -319,4 +320,19 @@ def _refuse_ties_between_units(ties: Sequence[Sequence[str]], blocks: Sequence[s
             )
 
 
-PLUGIN = TorchPlugin(Config, Fsdp1Placement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Everything divided, a unit's parameters as one; units whole while they compute."""
+    return Footprint(
+        parameter=ranks,
+        gradient=ranks,
+        optimizer=ranks,
+        flat=True,
+        gathering=Gathering(
+            units=lambda scorer: [list(block.parameters()) for block in scorer.blocks],
+            between=ranks if options.reshard_after_forward else 1,
+        ),
+        every_micro=options.grad_sync == "every",
+    )
+
+
+PLUGIN = TorchPlugin(Config, Fsdp1Placement, footprint)

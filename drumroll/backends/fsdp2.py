@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
 from drumroll.backends.clip import local_part
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint, Gathering, Unit
 from drumroll.backends.rows import Rows
 from drumroll.config import Section
 from drumroll.errors import UserError
@@ -200,4 +202,36 @@ def _prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
 
 
-PLUGIN = TorchPlugin(Config, Fsdp2Placement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Everything divided over the ranks of a replica; units whole while they compute."""
+    shards = ranks // options.replicas
+    keep = options.reshard_after_forward
+    return Footprint(
+        parameter=shards,
+        gradient=shards,
+        optimizer=shards,
+        gathering=Gathering(
+            units=partial(_units, options),
+            between=(shards if keep else 1) if isinstance(keep, bool) else keep,
+            ahead_forward=options.prefetch_forward,
+            ahead_backward=max(1, options.prefetch_backward),
+        ),
+        every_micro=options.grad_sync == "every",
+        reduce_itemsize=2 if options.reduce_dtype == "bfloat16" else 4,
+        offload=options.offload,
+    )
+
+
+def _units(options: Config, scorer: Scorer) -> Sequence[Unit]:
+    """Parameters by unit, as `Fsdp2Placement.place` makes them, without the root."""
+    made = [*_embedding_units(scorer, options.embeddings), *_wrapped(scorer, options.wrap)]
+    taken: set[nn.Parameter] = set()
+    units = []
+    for unit in made:
+        modules = unit if isinstance(unit, list) else [unit]
+        units.append([p for module in modules for p in module.parameters() if p not in taken])
+        taken.update(units[-1])
+    return units
+
+
+PLUGIN = TorchPlugin(Config, Fsdp2Placement, footprint)

@@ -10,6 +10,7 @@ from torch import nn
 
 from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint
 from drumroll.config import Section
 from drumroll.errors import UserError
 from drumroll.models import build
@@ -85,4 +86,9 @@ class SinglePlacement:
         return []
 
 
-PLUGIN = TorchPlugin(Config, SinglePlacement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Everything whole."""
+    return Footprint()
+
+
+PLUGIN = TorchPlugin(Config, SinglePlacement, footprint)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas, share_rows
 from drumroll.backends.rows import Rows
 from drumroll.config import Section
@@ -107,4 +108,9 @@ class Zero1Placement:
         return []
 
 
-PLUGIN = TorchPlugin(Config, Zero1Placement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Optimizer state divided; gradients are views of the reducer's buckets, which stay."""
+    return Footprint(optimizer=ranks, every_micro=options.grad_sync == "every", gradients_stay=True)
+
+
+PLUGIN = TorchPlugin(Config, Zero1Placement, footprint)

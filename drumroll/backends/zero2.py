@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
+from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import buckets, check_replicas, share_rows
 from drumroll.backends.rows import Rows
 from drumroll.config import Section
@@ -301,4 +302,15 @@ class Zero2Placement:
         return self._reducer.held()
 
 
-PLUGIN = TorchPlugin(Config, Zero2Placement)
+def footprint(options: Config, ranks: int) -> Footprint:
+    """Gradients and optimizer state divided; whole gradients wait in the bucket that is filled and in those that travel."""
+    return Footprint(
+        gradient=ranks,
+        optimizer=ranks,
+        every_micro=options.grad_sync == "every",
+        bucket_bytes=int(options.bucket_mb * (1 << 20)),
+        buckets=IN_FLIGHT + 1,
+    )
+
+
+PLUGIN = TorchPlugin(Config, Zero2Placement, footprint)
