@@ -5,7 +5,7 @@ Run it through `gpu_check.sh`, which says how. In this order, and what no longer
   1. `drumroll verify` of fsdp2 and ddp, fp32 and bf16, over NCCL at world size 1, in processes of their own
   2. the card's matmul rate: an 8192^3 product in bf16, a 4096^3 product in fp32
   3. training steps of a 0.5B-class model (random weights, made here) with bf16 compute and fp32 state, equal and ragged lengths: tokens/s,
-     share of the matmul rate by real tokens, memory by kind and at its peak
+     share of the matmul rate by real tokens, memory by kind and at its peak; with fsdp2 also compiled, and with activation checkpointing
   4. its weights to the embedded engine, digests compared, and 64 prompts x 128 tokens sampled
 """
 
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 NO_GPU, MISSING = 3, 2
 NEEDED = ("torch", "transformers", "pydantic", "pydantic_core", "yaml", "numpy", "safetensors", "rich", "typer", "jinja2")
 BUDGET_S = 420.0  # nothing is started later than this
+# Backend and fields of ModelSpec, in the order in which they are measured while there is time; the first fsdp2 also samples.
+TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fsdp2", {}),
+    ("fsdp2", {"compile": True}),
+    ("fsdp2", {"compile": True, "checkpointing": "full"}),
+    ("single", {}),
+    ("fsdp2", {"checkpointing": "selective"}),
+)
 VERIFY_S = 110.0  # of one verification
 _GIB = 1 << 30
 
@@ -149,11 +157,11 @@ def measurements(options: argparse.Namespace, started: float) -> list[CheckRow]:
     rows = [measured(f"matmul rate, TFLOP/s, {str(dtype)[6:]}", rate / 1e12, backend="none") for dtype, rate in rates.items()]
     with tempfile.TemporaryDirectory() as out:
         folder = make_model(size, Path(out) / "model")
-        for backend in ("single", "fsdp2"):
+        for number, (backend, model) in enumerate(TRIALS):
             if time.monotonic() - started > BUDGET_S:
                 rows.append(not_run("speed", backend))
                 continue
-            rows += speed(backend, folder, size, options.device, rates[torch.bfloat16], sample=backend == "fsdp2")
+            rows += speed(backend, model, folder, size, options.device, rates[torch.bfloat16], sample=number == 0)
     return rows
 
 
@@ -190,7 +198,7 @@ def make_model(size: Size, folder: Path) -> Path:
 class Subject:
     """One rank: a backend with the model, and an engine beside it where it is asked to sample."""
 
-    def __init__(self, ctx: Any, backend: str, folder: Path, size: Size) -> None:
+    def __init__(self, ctx: Any, backend: str, model: dict[str, Any], folder: Path, size: Size) -> None:
         import torch
 
         from drumroll import plugins
@@ -201,7 +209,7 @@ class Subject:
         self._ctx, self._folder, self._size = ctx, folder, size
         plugin = plugins.load("backends", backend)
         self._backend: Backend = plugin(plugin.Config())
-        self._backend.setup(ctx, ModelSpec(path=str(folder), compute_dtype=torch.bfloat16), OptimSpec())
+        self._backend.setup(ctx, ModelSpec(path=str(folder), compute_dtype=torch.bfloat16, **model), OptimSpec())
         self._loss = resolve(AlgorithmConfig(name="grpo", kl=KLConfig(coef=0.0)), size.longest).loss()
 
     def train(self, samples: Sequence[TrainSample], steps: int) -> tuple[float, float]:
@@ -284,18 +292,21 @@ def flops(samples: Sequence[TrainSample], size: Size) -> float:
     return 6.0 * (weights * tokens + size.layers * size.heads * head_dim * squares)
 
 
-def speed(backend: str, folder: Path, size: Size, device: str, peak: float, sample: bool) -> list[CheckRow]:
-    """Training, memory and (once is enough) sampling with one backend."""
+def speed(
+    backend: str, model: dict[str, Any], folder: Path, size: Size, device: str, peak: float, sample: bool
+) -> list[CheckRow]:
+    """Training, memory and (once is enough) sampling with one backend; `model`: fields of ModelSpec."""
     import math
     from functools import partial
 
     from drumroll.observe.checks import at_most, measured
     from drumroll.runtime.local import launch
 
-    options = {"dtype": "bfloat16", "model": "tiny" if size is TINY else "0.5B"}
+    options = {"dtype": "bfloat16", "model": "tiny" if size is TINY else "0.5B", **model}
     row = partial(measured, backend=backend, options=options)
     rows: list[CheckRow] = []
-    with launch(partial(Subject, backend=backend, folder=folder, size=size), ranks=1, device=device, in_process=False) as ranks:
+    subject = partial(Subject, backend=backend, model=model, folder=folder, size=size)
+    with launch(subject, ranks=1, device=device, in_process=False) as ranks:
         for name, ragged in (("equal", False), ("ragged", True)):
             samples = batch(size, ragged)
             seconds, norm = ranks.call(Subject.train, samples, 5)[0]
