@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
 from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
@@ -107,6 +107,8 @@ class Fsdp2Placement:
         self._units = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
         _prefetch([unit for unit in self._units if unit is not root], options.prefetch_forward, options.prefetch_backward)
         build.materialise(scorer, torch.device("cpu") if options.offload else ctx.device)
+        for sharded in self._sharded():  # rows are padded now, not at the first forward, when the optimizer has the old ones in its hands
+            sharded.reset_sharded_param()
 
     def _make_mesh(self, ctx: RankContext) -> DeviceMesh:
         replicas = self._options.replicas
@@ -163,16 +165,21 @@ class Fsdp2Placement:
 
     def unsharded(self) -> list[torch.Tensor]:
         held: list[torch.Tensor] = []
-        for unit in self._units:
-            group = unit._get_fsdp_state()._fsdp_param_group  # no public way leads to what a unit has gathered
-            for sharded in group.fsdp_params if group is not None else ():
-                if sharded.all_gather_outputs:
-                    gradients = (sharded.unsharded_param.grad, sharded.unsharded_accumulated_grad)
-                    held += [*sharded.all_gather_outputs, *(gradient for gradient in gradients if gradient is not None)]
-                if sharded.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-                    assert sharded._sharded_post_forward_param is not None
-                    held.append(local_part(sharded._sharded_post_forward_param))
+        for sharded in self._sharded():
+            if sharded.all_gather_outputs:
+                gradients = (sharded.unsharded_param.grad, sharded.unsharded_accumulated_grad)
+                held += [*sharded.all_gather_outputs, *(gradient for gradient in gradients if gradient is not None)]
+            if sharded.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+                assert sharded._sharded_post_forward_param is not None
+                held.append(local_part(sharded._sharded_post_forward_param))
         return held
+
+    def _sharded(self) -> Iterator[FSDPParam]:
+        """What torch keeps of each parameter; no public way leads there."""
+        for unit in self._units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
 
 
 def _wrapped(scorer: Scorer, class_names: Sequence[str]) -> list[nn.Module]:
