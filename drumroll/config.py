@@ -50,10 +50,40 @@ def _kinds(annotation: Any) -> Iterator[type]:
         yield from _kinds(part)
 
 
+def _targets_form(value: Any) -> str:
+    return "all-linear" if isinstance(value, str) else "names"
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021) in the linear layers of the transformer blocks; they alone train, and lie in float32 whatever the base."""
+
+    rank: Positive = 16
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
+    targets: Annotated[Annotated[Literal["all-linear"], Tag("all-linear")] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), Tag("names")], Discriminator(_targets_form)] = Field("all-linear", description="a list of names of linear layers or ends of them, e.g. [q_proj, mlp.up_proj]; all-linear: all of the transformer blocks")
+    dropout: float = Field(0.0, ge=0, lt=1, description="0 only: with dropout, old, new and reference log-probs would be of other distributions than the sampler's")
+    base_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which the frozen base is stored; bfloat16 needs that compute dtype")
+    start: str | None = Field(None, description="folder of a PEFT adapter to go on from, which is then the reference too; none: a fresh one from the run's seed, which changes nothing yet")
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value:
+            raise ValueError(f"{value}: expected 0: models are scored in eval mode, so that old, new and reference log-probs are of one distribution")
+        return value
+
+    @field_validator("base_dtype", mode="before")
+    @classmethod
+    def _no_quantised_base(cls, value: Any) -> Any:
+        if value in ("4bit", "int4", "nf4", "8bit", "int8"):
+            raise ValueError(f"{value!r}: expected float32 or bfloat16: a quantised base (QLoRA) is not supported, because a weight push sends whole tensors that a digest can check")
+        return value
+
+
 class ModelConfig(Section):
     path: str = Field(description="HF model folder, hub id, or builtin:NAME (made in code; `drumroll model list`)")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; auto: bfloat16 on a GPU, float32 on a CPU. Stored parameters are always float32")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; auto: bfloat16 on a GPU, float32 on a CPU. Stored parameters that train are always float32")
     trainable: tuple[str, ...] = Field((), description="regular expressions over HF parameter names; empty: all parameters train")
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters, and nothing of the model itself")
     layout: Literal["auto", "rows", "packed"] = Field("auto", description="how a micro-batch is laid out: right-padded rows of similar length, or one packed row")
     attention: str = Field("sdpa", description="transformers' attn_implementation")
     checkpointing: Literal["none", "full", "offload", "selective"] = Field("none", description="activations kept for backward: all; each block's input; the same in host memory; the results of matmuls and attention")
@@ -70,6 +100,12 @@ class ModelConfig(Section):
             except re.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return patterns
+
+    @model_validator(mode="after")
+    def _adapters_or_a_part_of_the_model(self) -> ModelConfig:
+        if self.lora is not None and self.trainable:
+            raise ValueError("lora trains its adapters and nothing of the model itself: leave out `trainable`, or `lora`")
+        return self
 
 
 class TaskSource(Section):

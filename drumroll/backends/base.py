@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -22,6 +23,7 @@ __all__ = [
     "BackendPlugin",
     "Checkpointing",
     "Cuts",
+    "LoraSpec",
     "Kind",
     "LossFn",
     "LossOutput",
@@ -53,14 +55,27 @@ class RankContext:
     world_size: int
     device: torch.device
 
+@dataclass(slots=True, frozen=True)
+class LoraSpec:
+    """Low-rank adapters, stored in float32: they train, and nothing of the model itself does."""
+
+    rank: int = 16
+    alpha: float = 32.0  # adapters are scaled by alpha / rank
+    targets: tuple[str, ...] = ()  # names of linear layers, or ends of them; empty: all of the transformer blocks
+    base_dtype: torch.dtype = torch.float32  # in which the model itself is stored; no wider than the compute dtype
+    seed: int = 0  # of a fresh adapter
+    start: str | None = None  # folder of a PEFT adapter to go on from; None: a fresh one
+
+
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
     """Which model, and how it computes."""
 
     path: str  # a HF model folder on disk: config.json and safetensors
-    compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32
+    compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32 (but see LoraSpec.base_dtype)
     temperature: float = 1.0  # log-probs are log_softmax(logits / temperature), as in sampling
+    lora: LoraSpec | None = None  # `trainable` is then empty
     trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
     layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
     attention: str = "sdpa"  # transformers' attn_implementation
@@ -132,10 +147,20 @@ class Backend(Protocol):
     def step(self, lr: float) -> StepResult:
         """Clip by the global norm, optimizer step, zero the gradients; on a non-finite norm skip on all ranks together."""
 
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
         """Buckets of (HF name, full tensor in `dtype`), each name once, tied names once; at most one bucket unsharded at a time.
 
-        Collective. A tensor may be a live parameter: read it, and before the next verb.
+        Adapters are merged in, in float32, before the cast. `trained_only`: those alone that training changes. Collective. A tensor may be
+        a live parameter: read it, and before the next verb.
+        """
+
+    def adapter(self) -> Iterator[NamedTensor]:
+        """(Name as in a PEFT file without its prefix, full float32 tensor) of every A and B. Collective. Nothing without adapters."""
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Within, `logprobs` are those of the model that training began with: adapters are switched off, or as they were loaded.
+
+        Raises RunError for a model without adapters: what it began with is no longer there.
         """
 
     def gradients(self) -> Iterator[NamedTensor]:
@@ -145,13 +170,16 @@ class Backend(Protocol):
         """
 
     def digests(self, dtype: torch.dtype) -> dict[str, int]:
-        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards: nothing is gathered.
+        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards: nothing but adapters is gathered.
 
         Collective.
         """
 
     def save(self, directory: Path) -> None:
-        """Write parameters and optimizer state through DCP, named by HF name, readable by any backend at any world size. Collective."""
+        """Write parameters and optimizer state through DCP, named by HF name, readable by any backend at any world size. Collective.
+
+        Of a model with adapters those alone, and digests of the model itself, which `load` compares.
+        """
 
     def save_async(self, directory: Path) -> Future[None]:
         """As `save`, of the values at the time of the call, while training goes on; the future has the failure if there is one.

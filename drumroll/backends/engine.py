@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from drumroll.backends import clip, state
 from drumroll.backends import optim as optimizers
+from drumroll.backends.adapters import DIGESTS, SCALES, Adapters, check_base
 from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.placement import Placement
@@ -57,10 +59,15 @@ class TorchBackend:
         tensors_before = len(list(self._scorer.parameters()))
         self._placement.place(self._scorer, ctx, model)
         stream.load(self._scorer, Path(model.path), self._placement.held)
+        self._lora = Adapters(self._scorer, model.lora, self._placement) if model.lora is not None else None
         self._module = self._placement.wrap(self._scorer, ctx)
         self._module.eval()  # no dropout: old, new and reference log-probs are of one distribution
         self._parameters = {self._scorer.hf_name(name): parameter for name, parameter in self._scorer.named_parameters()}
-        self._check_parameters(tensors_before)
+        matrices = self._lora.matrices if self._lora is not None else ()
+        self._weights = {name: parameter for name, parameter in self._parameters.items() if name not in matrices}
+        self._saved = {name: self._parameters[name] for name in matrices} or self._parameters
+        self._base_digests: list[int] | None = None
+        self._check_parameters(tensors_before, model.lora.base_dtype if model.lora is not None else torch.float32)
         self._trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._optim = optim
         pieces = {name: self._placement.piece(parameter) for name, parameter in self._trainable.items()}
@@ -76,16 +83,17 @@ class TorchBackend:
             start=lambda name: self._placement.start(self._trainable[name]),
         )
 
-    def _check_parameters(self, tensors_before: int) -> None:
-        """What the numbers contract says about storage is asserted, not assumed."""
+    def _check_parameters(self, tensors_before: int, base_dtype: torch.dtype) -> None:
+        """What the numbers contract says about storage is asserted, not assumed. `base_dtype`: of the model below adapters."""
         if len(self._parameters) != tensors_before:
             raise RunError(f"{len(self._parameters)} parameters after loading, expected {tensors_before}: a tied weight came apart")
         for name, tensor in (*self._parameters.items(), *self._scorer.named_buffers()):
             if tensor.is_meta:
                 raise RunError(f"{name} is still on the meta device after loading")
         for name, parameter in self._parameters.items():
-            if parameter.dtype is not torch.float32:
-                raise RunError(f"{name} is stored in {parameter.dtype}, expected float32 (compute dtype is a separate choice)")
+            expected = torch.float32 if parameter.requires_grad else base_dtype
+            if parameter.dtype is not expected:
+                raise RunError(f"{name} is stored in {parameter.dtype}, expected {expected} (compute dtype is a separate choice)")
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
@@ -140,14 +148,36 @@ class TorchBackend:
             )
         return gradients
 
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
         self._sleeper.require("weights", (PARAMETER,))
-        sizes = {name: self._placement.held(parameter).shape.numel() * dtype.itemsize for name, parameter in self._parameters.items()}
-        for names in _buckets(sizes):
+        for names in self._buckets(dtype, trained_only):
             yield self._full(names, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
 
+    def _buckets(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[str]]:
+        """Names of the model's weights."""
+        adapted = self._lora.weights if self._lora is not None else ()
+        wanted = {n: p for n, p in self._weights.items() if not trained_only or p.requires_grad or n in adapted}
+        return _buckets({name: self._placement.held(parameter).shape.numel() * dtype.itemsize for name, parameter in wanted.items()})
+
     def _full(self, names: list[str], dtype: torch.dtype) -> list[NamedTensor]:
-        return list(zip(names, self._placement.whole([self._parameters[name] for name in names], dtype), strict=True))
+        weights = {name: self._weights[name] for name in names}
+        merged = self._merged(weights)
+        parts = [merged.get(name, self._placement.held(parameter).local).to(dtype) for name, parameter in weights.items()]
+        return list(zip(names, self._placement.whole(list(weights.values()), parts), strict=True))
+
+    def _merged(self, weights: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Of those that are adapted: what this rank holds of them, with the adapter in it."""
+        return self._lora.merged(weights) if self._lora is not None else {}
+
+    def adapter(self) -> Iterator[NamedTensor]:
+        self._sleeper.require("adapter", (PARAMETER,))
+        return self._lora.tensors() if self._lora is not None else iter(())
+
+    def reference(self) -> AbstractContextManager[None]:
+        if self._lora is None:
+            raise RunError("reference: the model that training began with is no longer there; with adapters (ModelSpec.lora) it would be")
+        self._sleeper.require("reference", (PARAMETER,))
+        return self._lora.as_begun()
 
     def gradients(self) -> Iterator[NamedTensor]:
         for name, gradient in self._gradients().items():
@@ -155,9 +185,20 @@ class TorchBackend:
 
     def digests(self, dtype: torch.dtype) -> dict[str, int]:
         self._sleeper.require("digests", (PARAMETER,))
+        parts: dict[str, int] = {}
         with torch.no_grad():
-            parts = [digest(self._placement.piece(p).to(dtype), self._placement.start(p)) for p in self._parameters.values()]
-        return dict(zip(self._parameters, self._add_up(parts), strict=True))
+            for names in self._buckets(dtype):
+                weights = {name: self._weights[name] for name in names}
+                merged = self._merged(weights)
+                parts |= {name: self._digest(parameter, merged.get(name), dtype) for name, parameter in weights.items()}
+        return dict(zip(parts, self._add_up(list(parts.values())), strict=True))
+
+    def _digest(self, parameter: nn.Parameter, merged: torch.Tensor | None, dtype: torch.dtype) -> int:
+        """Of this rank's piece; `merged`: what is held of the parameter with its adapter, where it has one."""
+        piece, start = self._placement.piece(parameter), self._placement.start(parameter)
+        if merged is not None:
+            piece = merged.reshape(-1).narrow(0, start - self._placement.held(parameter).start, piece.numel())
+        return digest(piece.to(dtype), start)
 
     def _add_up(self, parts: list[int]) -> list[int]:
         """Sums modulo 2^64 over the ranks that hold the other pieces."""
@@ -171,14 +212,15 @@ class TorchBackend:
     def save(self, directory: Path) -> None:
         self._sleeper.require("save", (PARAMETER, OPTIMIZER))
         self._saver.wait()
-        state.save(directory, self._stored())
+        state.save(directory, self._stored() | self._base())
 
     def save_async(self, directory: Path) -> Future[None]:
         self._sleeper.require("save_async", (PARAMETER, OPTIMIZER))
-        return self._saver.start(directory, self._stored())
+        return self._saver.start(directory, self._stored() | self._base())
 
     def load(self, directory: Path) -> None:
         self._sleeper.require("load", (PARAMETER, OPTIMIZER))
+        self._check_base(directory)
         tensors = self._stored()
         state.load(directory, tensors, (state.MODEL,) if self._optimizer is None else (state.MODEL, state.OPTIMIZER))
         for name, (parameter, piece) in self._pieces().items():
@@ -195,6 +237,23 @@ class TorchBackend:
                 tensors |= {f"{state.OPTIMIZER}{name}.{kind}": tensor for name, tensor in of_kind.items()}
             tensors[f"{state.OPTIMIZER}step"] = torch.tensor(self._optimizer.steps)
         return tensors
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        """Name in a checkpoint -> what adapters were trained on: a digest of every weight below them as it is stored, and their scales."""
+        if self._lora is None:
+            return {}
+        if self._base_digests is None:  # it never changes
+            parts = [self._digest(self._weights[name], None, self._weights[name].dtype) for name in sorted(self._weights)]
+            self._base_digests = self._add_up(parts)
+        signed = [part - (1 << 64) if part >= 1 << 63 else part for part in self._base_digests]
+        scales = torch.tensor(self._lora.scales, dtype=torch.float64)
+        return {DIGESTS: torch.tensor(signed), SCALES: scales}
+
+    def _check_base(self, directory: Path) -> None:
+        if self._lora is not None:
+            saved = self._base()
+            state.load(directory, saved, (state.BASE,))
+            check_base(directory, sorted(self._weights), saved, self._base())
 
     def _pieces(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
         """Name in a checkpoint -> the parameter it belongs to, and this rank's live piece of it or of a moment."""
@@ -213,7 +272,8 @@ class TorchBackend:
 
     def memory(self) -> dict[str, int]:
         kinds: dict[str, list[torch.Tensor]] = {kind: self._held(kind) for kind in KINDS}
-        kinds |= {"unsharded": self._placement.unsharded(), "other": [*self._scorer.buffers(), *self._saver.held()]}
+        kept = self._lora.kept if self._lora is not None else []
+        kinds |= {"unsharded": self._placement.unsharded(), "other": [*self._scorer.buffers(), *self._saver.held(), *kept]}
         seen: set[int] = set()
         return {kind: _storage_bytes(tensors, seen) for kind, tensors in kinds.items()}
 
@@ -231,7 +291,7 @@ class TorchBackend:
 
     def close(self) -> None:
         self._saver.close()
-        del self._module, self._scorer, self._parameters, self._trainable, self._optimizer, self._placement
+        del self._module, self._scorer, self._parameters, self._weights, self._trainable, self._optimizer, self._lora, self._placement
         gc.collect()  # wrapped modules are full of reference cycles
 
 

@@ -139,9 +139,8 @@ class Fsdp2Placement:
     def start(self, parameter: nn.Parameter) -> int:
         return self._rows.bounds(parameter.shape)[0]
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        pieces = [self.piece(parameter) for parameter in parameters]
-        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], dtype)
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._rows.gather(parts, [parameter.shape for parameter in parameters], parts[0].dtype)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)

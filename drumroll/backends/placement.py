@@ -52,8 +52,11 @@ class Placement(Protocol):
     def start(self, parameter: nn.Parameter) -> int:
         """Index of the piece's first element in the flattened parameter."""
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Full parameters in `dtype`, on every rank. Collective. May alias a parameter: read only."""
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Full tensors, shaped as `parameters`, on every rank, from the part of each that every rank's module holds (see `held`).
+
+        `parts`: of one dtype, such parts of the parameters, or what has been made of them. Collective. May alias a part: read only.
+        """
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Full tensors, shaped as `parameters`, from everybody's pieces (of gradients or moments). Collective. May alias a piece."""

@@ -60,8 +60,8 @@ class SinglePlacement:
     def start(self, parameter: nn.Parameter) -> int:
         return 0
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [parameter.detach().to(dtype) for parameter in parameters]
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(parts)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(pieces)

@@ -1,7 +1,8 @@
 """Training state through torch.distributed.checkpoint, with the names compared: what was saved is what is restored.
 
-Names: `model.<HF name>`, `optimizer.<HF name>.exp_avg`, `optimizer.<HF name>.exp_avg_sq`, `optimizer.step`. DCP itself restores what
-the template asks for and is silent about the rest of a checkpoint.
+Names: `model.<HF name>`, `optimizer.<HF name>.exp_avg`, `optimizer.<HF name>.exp_avg_sq`, `optimizer.step`. Of a model with adapters
+these alone are saved; what they were trained on is known by `base.digests` and `base.scales`. DCP itself restores what the template asks
+for and is silent about the rest of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from drumroll.errors import RunError
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
+BASE = "base."
 
 
 def save(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:

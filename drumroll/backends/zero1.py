@@ -61,8 +61,8 @@ class Zero1Placement:
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         check_replicas(scorer, ctx.device)
-        self._parameters = list(scorer.parameters())
-        if not any(parameter.requires_grad for parameter in self._parameters):
+        self._trainable = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+        if not self._trainable:
             return scorer  # forward-only: there is nothing to reduce
         self.averaged_over = ctx.world_size
         self._wrapped = all_reducing(scorer, self._options.bucket_mb)
@@ -82,8 +82,8 @@ class Zero1Placement:
     def start(self, parameter: nn.Parameter) -> int:
         return self._rows.bounds(parameter.shape)[0]
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [parameter.detach().to(dtype) for parameter in parameters]
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(parts)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
@@ -92,13 +92,14 @@ class Zero1Placement:
         return self._rows.dtensor(piece, parameter.shape)
 
     def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        pass
+        if not parameter.requires_grad:
+            share_rows(self._rows, [parameter])  # `after_update` leaves it alone
 
     def after_forward(self) -> None:
         pass
 
     def after_update(self) -> None:
-        share_rows(self._rows, self._parameters)
+        share_rows(self._rows, self._trainable)
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """In place: gradients are views of the reducer's buckets, whose memory stays anyway."""

@@ -259,9 +259,8 @@ class Zero2Placement:
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         check_replicas(scorer, ctx.device)
-        self._parameters = list(scorer.parameters())
-        trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._reducer = Reducer(trainable, self._rows, self._options.bucket_mb * (1 << 20))
+        self._trainable = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+        self._reducer = Reducer(self._trainable, self._rows, self._options.bucket_mb * (1 << 20))
         return scorer
 
     def sync(self, last: bool) -> AbstractContextManager[None]:
@@ -277,8 +276,8 @@ class Zero2Placement:
     def start(self, parameter: nn.Parameter) -> int:
         return self._rows.bounds(parameter.shape)[0]
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        return [parameter.detach().to(dtype) for parameter in parameters]
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(parts)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
@@ -287,13 +286,14 @@ class Zero2Placement:
         return self._rows.dtensor(piece, parameter.shape)
 
     def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        pass
+        if not parameter.requires_grad:
+            share_rows(self._rows, [parameter])  # `after_update` leaves it alone
 
     def after_forward(self) -> None:
         pass
 
     def after_update(self) -> None:
-        share_rows(self._rows, self._parameters)
+        share_rows(self._rows, self._trainable)
 
     def clear_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         self._reducer.clear()

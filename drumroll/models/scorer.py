@@ -15,7 +15,8 @@ from drumroll.backends.base import ModelSpec
 from drumroll.errors import UserError
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
-from drumroll.models.layout import choose, lay_out
+from drumroll.models.layout import Laid, choose, cut, lay_out
+from drumroll.models.lora import outer_name
 from drumroll.types import MicroBatch
 
 # Fields of HF configs by which a model changes its logits after the head, and the values that leave them alone.
@@ -45,7 +46,8 @@ class Scorer(nn.Module):
         self.compute_dtype = spec.compute_dtype
         self.temperature = spec.temperature
         self.cast_parameters = False
-        self.blocks = _find_blocks(hf)
+        self._sequence_group: dist.ProcessGroup | None = None
+        self.blocks = find_blocks(hf)
         for block in self.blocks:
             if spec.tile_mlp:
                 tile_mlp(block, spec.tile_mlp)
@@ -70,7 +72,15 @@ class Scorer(nn.Module):
     @staticmethod
     def hf_name(parameter_name: str) -> str:
         """The HF name of a parameter, from its name in the scorer: `hf.model.norm.weight` -> `model.norm.weight`."""
-        return parameter_name.removeprefix("hf.")
+        return outer_name(parameter_name.removeprefix("hf."))
+
+    def share_sequences(self, group: dist.ProcessGroup) -> None:
+        """Let the ranks of `group` compute their micro-batches together, each a slice of the tokens. See [Note: ulysses].
+
+        Raises UserError for a model that cannot be computed like this.
+        """
+        ulysses.install(self.hf, dist.get_world_size(group))
+        self._sequence_group = group
 
     def train(self, mode: bool = True) -> Scorer:
         """Stays in eval mode whatever is asked: dropout would make old, new and reference log-probs disagree."""
@@ -135,7 +145,8 @@ def _head_forward(head: nn.Linear) -> Callable[..., Any]:
     return forward
 
 
-def _find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
+def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks, in order. Raises UserError for a model whose body has no list of them."""
     count = hf.config.get_text_config().num_hidden_layers
     for module in hf.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

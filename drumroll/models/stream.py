@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
 from drumroll.models.build import non_persistent_buffers, parameter_names
+from drumroll.models.lora import is_adapter, outer_name
 from drumroll.models.scorer import Scorer
 
 _INDEX = "model.safetensors.index.json"
@@ -36,14 +37,18 @@ def held_whole(tensor: torch.Tensor) -> Held:
 
 
 def load(scorer: Scorer, folder: str | Path, held: Callable[[nn.Parameter], Held] = held_whole) -> None:
-    """Fill every parameter and persistent buffer from `folder`, cast to the stored dtype (fp32).
+    """Fill every parameter and persistent buffer from `folder`, cast to the stored dtype; adapters are not in it.
 
     `held`: which part of a parameter lies here. Raises UserError naming tensors that are missing, unexpected, of another shape, or tied
     in the model but different in the file.
     """
     hf = scorer.hf
     files = tensor_files(Path(folder))
-    aliases = [(held(parameter), names) for parameter, names in parameter_names(hf).items()]
+    aliases = [
+        (held(parameter), [outer_name(name) for name in names])
+        for parameter, names in parameter_names(hf).items()
+        if not is_adapter(names[0])
+    ]
     aliases += [(held_whole(buffer), [name]) for name, buffer in persistent_buffers(hf)]
     known = {name for _, names in aliases for name in names}
     stored = {_model_name(name, known, hf.base_model_prefix): name for name in files}
