@@ -257,7 +257,7 @@ class TorchBackend:
 
     def _pieces(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
         """Name in a checkpoint -> the parameter it belongs to, and this rank's live piece of it or of a moment."""
-        pieces = {f"{state.MODEL}{name}": (p, self._placement.piece(p)) for name, p in self._parameters.items()}
+        pieces = {f"{state.MODEL}{name}": (p, self._placement.piece(p)) for name, p in self._saved.items()}
         if self._optimizer is not None:
             for kind, moments in self._optimizer.moments().items():
                 pieces |= {f"{state.OPTIMIZER}{name}.{kind}": (self._trainable[name], moment) for name, moment in moments.items()}

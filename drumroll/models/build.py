@@ -22,7 +22,7 @@ from drumroll.models.scorer import Scorer, find_blocks
 
 
 def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
-    """The model of `spec.path` in fp32, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
+    """The model of `spec.path`, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
 
     In float32, but below adapters in their `base_dtype`. Raises UserError for a folder without a causal language model, an attention that
     the model lacks, a `trainable` pattern that matches nothing, or adapters that cannot be.
