@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,16 +20,33 @@ from drumroll.types import Denominators, MicroBatch, TrainSample
 _PASS = 32
 
 
-def pack(lengths: Sequence[int], ranks: int, cap: int) -> list[list[list[int]]]:
+@runtime_checkable
+class SharesMicroBatches(Protocol):
+    """What a backend's options may say: so many consecutive ranks compute their micro-batches together, each a part of the tokens."""
+
+    @property
+    def sequence_ranks(self) -> int:
+        """1 where every rank works alone."""
+
+
+def pack(lengths: Sequence[int], ranks: int, cap: int, sharing: int = 1) -> list[list[list[int]]]:
     """`plan[rank][micro]` = sample indices, longest first.
 
     lengths: tokens of each sample; cap: most tokens of a micro-batch as rows see it, rows x longest. A single sample longer than `cap`
     makes a micro-batch of its own. Samples sorted by length are cut into rounds, one micro-batch a rank, where padding and passes cost
     least; a round is dealt out like cards, so that its micro-batches have the same rows (or one fewer) of nearly the same lengths: ranks
     that wait for one another in every pass wait little.
+
+    sharing: so many consecutive ranks compute a micro-batch together. Together they get one of at most `sharing` times the cap, its samples
+    dealt out to them; a rank of them may get none.
     """
     if ranks < 1 or cap < 1:
         raise ValueError(f"expected ranks >= 1 and cap >= 1, got ranks={ranks}, cap={cap}")
+    if sharing > 1:
+        if ranks % sharing:
+            raise ValueError(f"expected a divisor of ranks={ranks}, got sharing={sharing}")
+        together = pack(lengths, ranks // sharing, sharing * cap)
+        return [[micro[rank % sharing :: sharing] for micro in together[rank // sharing]] for rank in range(ranks)]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for number, (start, end) in enumerate(_cut(np.array([lengths[index] for index in order], dtype=np.int64), ranks, cap)):

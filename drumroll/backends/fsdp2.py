@@ -2,7 +2,8 @@
 
 A unit is what is gathered at once: one a transformer block, unless `wrap` says otherwise; what no unit below it holds (embedding, final
 norm and head, so that tied weights are in one) forms the root unit. With `replicas` above 1 the mesh is replicate x shard: rows lie over
-the ranks of a replica, gradients are reduce-scattered there and then all-reduced over the replicas.
+the ranks of a replica, gradients are reduce-scattered there and then all-reduced over the replicas. With `sequence_ranks` above 1 so many
+consecutive ranks share the tokens of a micro-batch (`models/ulysses.py`); parameters are cut over all ranks as they are without.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ class Config(Section):
     offload: bool = Field(
         False, description="parameters, gradients and optimizer state in host memory; units are copied to the device for use"
     )
+    sequence_ranks: int = Field(
+        1,
+        gt=0,
+        description="consecutive ranks that compute a micro-batch together, each a slice of its tokens (Ulysses): it may then have so many "
+        "times train.micro_batch_tokens, one sequence too",
+        examples=[2],
+    )
 
     def divisors(self, ranks: int) -> Mapping[Kind, int]:
         return dict.fromkeys(KINDS, ranks // self.replicas)
@@ -85,6 +93,8 @@ class Fsdp2Placement:
                 f"backend.fsdp2.reshard_after_forward={keep}: expected true, false or a divisor of the {ranks // options.replicas} ranks "
                 "that share a copy of the model"
             )
+        if ranks % options.sequence_ranks:
+            raise UserError(f"backend.fsdp2.sequence_ranks={options.sequence_ranks} does not divide runtime.ranks={ranks}")
 
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         options = self._options
@@ -92,6 +102,8 @@ class Fsdp2Placement:
         self._rows = Rows(mesh)
         self.averaged_over = mesh.size()
         self.shard_group: dist.ProcessGroup | None = self._rows.group
+        if options.sequence_ranks > 1:
+            self._share_sequences(scorer, ctx, model)
         low_precision = None if model.compute_dtype is torch.float32 else model.compute_dtype
         reduce_dtype = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -115,6 +127,16 @@ class Fsdp2Placement:
         if replicas == 1:
             return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
         return init_device_mesh(ctx.device.type, (replicas, ctx.world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+    def _share_sequences(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
+        ranks = self._options.sequence_ranks
+        if model.layout == "rows" or model.attention != "sdpa":
+            raise UserError(
+                f"backend.fsdp2.sequence_ranks={ranks} cuts packed rows and has an attention of its own: set model.layout=auto and "
+                f"model.attention=sdpa, got {model.layout} and {model.attention}"
+            )
+        mesh = init_device_mesh(ctx.device.type, (ctx.world_size // ranks, ranks), mesh_dim_names=("data", "sequence"))
+        scorer.share_sequences(mesh.get_group("sequence"))
 
     def held(self, parameter: nn.Parameter) -> Held:
         return Held(self.piece(parameter), self.start(parameter), parameter.shape)

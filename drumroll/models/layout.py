@@ -2,7 +2,7 @@
 
 The last token of a sample is never an input, only a target. Both layouts are causal and pass no attention mask: in rows, padding comes
 after every real token; in a packed row, position ids that start again at 0 are what transformers isolates samples by, provided that there
-is no mask and no cache.
+is no mask and no cache. A packed row may be cut into slices of equal length, one a rank.
 
 Axis suffixes: B rows, L tokens of a row, N targets.
 """
@@ -29,6 +29,15 @@ class Laid:
     index_N: torch.Tensor  # int64: into the flattened [B * L] hidden states
     targets_N: torch.Tensor  # int64: token ids
     fill_in: bool = False  # one dummy target is computed and none kept
+
+
+@dataclass(slots=True, frozen=True)
+class Slice:
+    """One rank's part of a packed row that several ranks share."""
+
+    laid: Laid  # indices count from the slice's first token
+    lengths: list[int]  # of every sequence of the whole row; the last one may be padding
+    targets: list[int]  # how many targets each rank's slice predicts, in the order of ranks
 
 
 def choose(layout: str, attention: str) -> Layout:
@@ -71,3 +80,29 @@ def _fill_in(device: torch.device) -> Laid:
     """One dummy token and target, so that a rank without work still touches every parameter and its collectives match."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)
     return Laid(zeros, zeros, zeros[0], zeros[0], fill_in=True)
+
+
+def cut(micro: MicroBatch, rank: int, ranks: int, device: torch.device) -> Slice:
+    """The slice of `rank` of the packed row, which is filled up to a multiple of `ranks` tokens: no rank is without one.
+
+    A sample may lie in several slices. Without a target in it the row is nothing but filling, and no slice predicts anything.
+    """
+    if len(micro.target_positions):
+        laid, lengths = lay_out(micro, "packed"), [length - 1 for length in micro.lengths if length > 1]
+    else:
+        nothing = micro.token_ids[:0]
+        laid, lengths = Laid(nothing[None], nothing[None], nothing, nothing), []
+    tokens = sum(lengths)
+    slice_tokens = max(1, -(-tokens // ranks))
+    if filling := ranks * slice_tokens - tokens:
+        lengths = [*lengths, filling]
+    owner_N = laid.index_N // slice_tokens
+    mine = owner_N == rank
+    own = slice(rank * slice_tokens, (rank + 1) * slice_tokens)
+    part = Laid(
+        input_ids_BL=torch.nn.functional.pad(laid.input_ids_BL, (0, filling))[:, own].to(device),
+        position_ids_BL=torch.cat([laid.position_ids_BL, torch.arange(filling)[None]], dim=1)[:, own].to(device),
+        index_N=(laid.index_N[mine] - own.start).to(device),
+        targets_N=laid.targets_N[mine].to(device),
+    )
+    return Slice(part, lengths, torch.bincount(owner_N, minlength=ranks).tolist())

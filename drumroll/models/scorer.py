@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import UserError
+from drumroll.models import ulysses
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
 from drumroll.models.layout import Laid, choose, cut, lay_out
@@ -91,17 +93,35 @@ class Scorer(nn.Module):
 
         Without a target the outputs are empty, attached to the graph, and their gradients are zero.
         """
+        if self._sequence_group is not None:
+            return self._shared_forward(micro, entropy, self._sequence_group)
         laid = lay_out(micro, self.layout)
-        cast = self._cast_outside_blocks()
-        inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
-        body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
-        hidden_BLH = functional_call(self.body, body, (), inputs).last_hidden_state
-        logprobs_N, entropy_N = self.head(
-            hidden_BLH.flatten(0, 1).index_select(0, laid.index_N), _Targets(laid.targets_N, self.temperature, entropy, cast)
-        )
+        logprobs_N, entropy_N = self._score(laid, entropy)
         if laid.fill_in:  # a clone, because hooks on outputs (FSDP2's) do not survive in-place operations on views
             return logprobs_N[:0].clone(), None if entropy_N is None else entropy_N[:0].clone()
         return logprobs_N, entropy_N
+
+    def _shared_forward(
+        self, micro: MicroBatch, entropy: bool, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same, of a micro-batch that is part of its group's. See [Note: ulysses]."""
+        gathered = ulysses.gather(micro, group)
+        part = cut(gathered.micro, dist.get_rank(group), dist.get_world_size(group), micro.token_ids.device)
+        made = self._score(part.laid, entropy, row=ulysses.Row(part.lengths, group))
+        # In one tensor: a loss that uses one of them on some ranks only must not make the others wait for its gradient.
+        outputs = torch.stack([output for output in made if output is not None], dim=1)
+        home = ulysses.bring_home(outputs, part.targets, gathered.targets, group).unbind(dim=1)
+        return home[0].clone(), home[1].clone() if entropy else None  # clones: see `forward`
+
+    def _score(self, laid: Laid, entropy: bool, **attention: ulysses.Row) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs (and entropy) of what is laid out; `attention`: what the model's attention needs to know."""
+        cast = self._cast_outside_blocks()
+        inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
+        body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
+        hidden_BLH = functional_call(self.body, body, (), inputs | attention).last_hidden_state
+        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, laid.index_N)
+        scored: tuple[torch.Tensor, torch.Tensor | None] = self.head(hidden_NH, _Targets(laid.targets_N, self.temperature, entropy, cast))
+        return scored
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.

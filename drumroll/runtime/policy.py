@@ -12,7 +12,8 @@ from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
 from drumroll.errors import RunError
-from drumroll.packing import denominators, pack
+from drumroll.packing import SharesMicroBatches, denominators, pack
+from drumroll.plugins import options
 from drumroll.runtime.local import Ranks
 from drumroll.runtime.worker import Scored, TrainReport, Worker
 from drumroll.sync.base import PushReport
@@ -26,6 +27,8 @@ class Policy:
         self._ranks = ranks
         self._config = config
         self._total_steps = total_steps
+        backend = options("backends", config.backend)
+        self._sharing = backend.sequence_ranks if isinstance(backend, SharesMicroBatches) else 1  # ranks that share a micro-batch
         self.applied_steps = 0
         self.skips_in_a_row = 0
         self.version = -1  # nothing sent yet
@@ -89,7 +92,8 @@ class Policy:
         return self._ranks.call(Worker.memory)
 
     def _pack(self, samples: Sequence[TrainSample]) -> list[list[list[int]]]:
-        return pack([len(sample.token_ids) for sample in samples], self._ranks.world_size, self._config.train.micro_batch_tokens)
+        lengths, cap = [len(sample.token_ids) for sample in samples], self._config.train.micro_batch_tokens
+        return pack(lengths, self._ranks.world_size, cap, self._sharing)
 
     @staticmethod
     def _pick(samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
