@@ -144,13 +144,13 @@ class Fsdp1Placement:
         unit = self._make_unit(ctx, model.compute_dtype)
         ties = build.tied_names(scorer.hf)
         names = {module: name for name, module in scorer.hf.named_modules()}
-        _refuse_ties_between_units(ties, [names[block] for block in scorer.blocks])
+        _refuse_ties_in_blocks(ties, [names[block] for block in scorer.blocks])
         inside = {module for block in scorer.blocks for module in block.modules()}
-        rest = [module for module in scorer.modules() if module not in inside]
+        outside = [module for module in scorer.modules() if module not in inside]
         for block in scorer.blocks:
-            build.give_memory(block.modules(), ctx.device)
-            scorer.hf.set_submodule(names[block], unit(block))
-        build.give_memory(rest, ctx.device)
+            scorer.hf.set_submodule(names[block], unit(block.to_empty(device=ctx.device)))
+        for module in outside:
+            module.to_empty(device=ctx.device, recurse=False)
         build.complete(scorer.hf, ties)
         self._root = unit(scorer)
         assert self._root.check_is_root()  # asking makes torch set up what it otherwise does in the first forward, `_local_shard` among it
@@ -223,8 +223,8 @@ class Fsdp1Placement:
     def start(self, parameter: nn.Parameter) -> int:
         return self._spans[parameter].held(self._rows.rank)[0]
 
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._gather(parameters, parts, parts[0].dtype)
+    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        return self._gather(parameters, [self.piece(parameter) for parameter in parameters], dtype)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._gather(parameters, pieces, torch.float32)
@@ -309,14 +309,13 @@ def _forget_views(unit: FlatParamHandle) -> None:
     flat._tensors = [None] * flat._num_params
 
 
-def _refuse_ties_between_units(ties: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
-    """Raises UserError for a parameter in two units: each would have a copy of its own. `blocks`: their names."""
+def _refuse_ties_in_blocks(ties: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
+    """Raises UserError: two units that share a parameter would each have their own. `blocks`: their names."""
     for aliases in ties:
-        units = {next((block for block in blocks if alias.startswith(f"{block}.")), "the root") for alias in aliases}
-        if len(units) > 1:
+        if any(alias.startswith(f"{block}.") for alias in aliases for block in blocks):
             raise UserError(
-                f"backend.name=fsdp1: {' and '.join(aliases)} are one parameter in several units ({', '.join(sorted(units))}), "
-                "expected tied weights in one transformer block or outside of all; use ddp"
+                f"backend.name=fsdp1: {' and '.join(aliases)} are one parameter; expected tied weights outside of transformer blocks only, "
+                "such as embedding and head; use ddp"
             )
 
 

@@ -1,7 +1,7 @@
 """Building a model: on the meta device, then placed by a backend, then materialised; weights come after (`stream.load`).
 
-[Note: memory] Meta tensors that are given memory by `nn.Module.to_empty` are no longer tied, and non-persistent buffers (RoPE's `inv_freq`)
-stay uninitialised: both are silent. `materialise` makes a tied parameter once, rebuilds buffers, and checks both.
+[Note: to_empty] Giving meta tensors memory unties tied weights and leaves non-persistent buffers (RoPE's `inv_freq`) uninitialised: both
+are silent. `complete` ties again and rebuilds, and checks both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
-from drumroll.models import lora
-from drumroll.models.scorer import Scorer, find_blocks
+from drumroll.models.scorer import Scorer
 
 
 def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
-    """The model of `spec.path`, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
+    """The model of `spec.path` in fp32, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
 
-    In float32, but below adapters in their `base_dtype`. Raises UserError for a folder without a causal language model, an attention that
-    the model lacks, a `trainable` pattern that matches nothing, or adapters that cannot be.
+    Raises UserError for a folder without a causal language model, an attention that the model lacks, or a `trainable` pattern that
+    matches nothing.
     """
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
@@ -35,12 +34,7 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
             )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model {spec.path}: cannot build a causal language model with attention={spec.attention!r}: {error}") from error
-    if spec.lora is None:
-        select_trainable(hf, spec.trainable)
-    elif spec.lora.base_dtype.itemsize < spec.compute_dtype.itemsize:
-        raise UserError(f"model.lora.base_dtype={spec.lora.base_dtype} is narrower than model.dtype={spec.compute_dtype}: set both alike")
-    else:
-        lora.inject(hf, spec.lora, find_blocks(hf))
+    select_trainable(hf, spec.trainable)
     return Scorer(hf, spec)
 
 
@@ -68,12 +62,12 @@ def parameter_names(hf: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def materialise(scorer: Scorer, device: torch.device) -> None:
-    """Memory for every parameter (uninitialised) and buffer of a model on the meta device, plain or sharded. See [Note: memory].
+    """Memory for every parameter (uninitialised) and buffer of a model on the meta device, plain or sharded. See [Note: to_empty].
 
     Raises RunError when a non-persistent buffer could not be rebuilt.
     """
     ties = tied_names(scorer.hf)
-    give_memory(scorer.modules(), device)
+    scorer.to_empty(device=device)
     complete(scorer.hf, ties)
 
 
@@ -82,20 +76,12 @@ def tied_names(hf: nn.Module) -> list[list[str]]:
     return [aliases for aliases in parameter_names(hf).values() if len(aliases) > 1]
 
 
-def give_memory(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Uninitialised memory for what `modules` themselves hold, not for what those below them do. What they share stays shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-            setattr(module, name, made[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device=device))
-
-
 def complete(hf: PreTrainedModel, ties: Iterable[list[str]]) -> None:
-    """The last part of `materialise`, once everything has memory; `ties`: what was tied before."""
+    """What is left to do when all of a model has been given memory. See [Note: to_empty]. `ties`: `tied_names` of before."""
+    for source, *targets in ties:
+        for target in targets:
+            parent, _, leaf = target.rpartition(".")
+            setattr(hf.get_submodule(parent), leaf, hf.get_parameter(source))
     _rebuild_buffers(hf)
     untied = [aliases for aliases in ties if len({id(hf.get_parameter(name)) for name in aliases}) > 1]
     if untied:

@@ -70,6 +70,8 @@ SOME = ("llama-tied", "qwen3-untied")
         ("zero1", {}, SOME),
         ("zero2", {}, SOME),
         ("zero2", {"grad_sync": "last", "bucket_mb": 0.01}, SOME),
+        ("fsdp1", {}, MODELS),
+        ("fsdp1", {"grad_sync": "last"}, SOME),
         ("fsdp2", {}, MODELS),
         ("fsdp2", {"grad_sync": "last", "reshard_after_forward": False}, SOME),
     ],
@@ -102,6 +104,11 @@ def test_one_rank_is_bit_equal_to_single(
         ("zero2", {}, 2, MODELS, PASSES),
         ("zero2", {"grad_sync": "last", "bucket_mb": 0.01}, 2, SOME, (1, 4)),
         ("zero2", {"bucket_mb": 0.01}, 4, SOME, (2,)),
+        ("fsdp1", {}, 2, MODELS, PASSES),
+        ("fsdp1", {"grad_sync": "last"}, 2, SOME, (1, 4)),
+        ("fsdp1", {"reshard_after_forward": False}, 2, SOME, (2,)),
+        ("fsdp1", {"grad_sync": "last", "reshard_after_forward": False}, 4, SOME, (4,)),
+        ("fsdp1", {}, 4, SOME, (2,)),
     ],
 )
 def test_ranks_equal_single(
@@ -189,7 +196,7 @@ def odd_single(odd_root: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp1", "fsdp2"])
 def test_odd_models_and_batches(name: str, odd_root: Path, odd_single: dict[str, Any]) -> None:
     for rank, found in enumerate(run_ranks(odd_cases, 2, name, odd_root)):
         for vocab in (5, 6):  # case 48: a tied embedding whose rows do not divide by the ranks
@@ -233,7 +240,7 @@ def six_tokens(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torc
 def test_six_tokens_split_five_to_one(folders: dict[str, Path]) -> None:
     """Case 1, to the tolerance it names."""
     (expected,) = run_ranks(six_tokens, 1, "single", folders["llama-untied"])
-    for name in ("ddp", "zero2", "fsdp2"):
+    for name in ("ddp", "zero2", "fsdp1", "fsdp2"):
         for found in run_ranks(six_tokens, 2, name, folders["llama-untied"]):
             assert max(relative(found[key], expected[key]) for key in expected) < 1e-6
 
