@@ -223,8 +223,8 @@ class Fsdp1Placement:
     def start(self, parameter: nn.Parameter) -> int:
         return self._spans[parameter].held(self._rows.rank)[0]
 
-    def whole(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
-        return self._gather(parameters, [self.piece(parameter) for parameter in parameters], dtype)
+    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._gather(parameters, parts, parts[0].dtype)
 
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._gather(parameters, pieces, torch.float32)

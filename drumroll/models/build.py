@@ -17,14 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
-from drumroll.models.scorer import Scorer
+from drumroll.models import lora
+from drumroll.models.scorer import Scorer, find_blocks
 
 
 def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
-    """The model of `spec.path` in fp32, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
+    """The model of `spec.path`, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
 
-    Raises UserError for a folder without a causal language model, an attention that the model lacks, or a `trainable` pattern that
-    matches nothing.
+    In float32, but below adapters in their `base_dtype`. Raises UserError for a folder without a causal language model, an attention that
+    the model lacks, a `trainable` pattern that matches nothing, or adapters that cannot be.
     """
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
@@ -34,7 +35,12 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
             )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model {spec.path}: cannot build a causal language model with attention={spec.attention!r}: {error}") from error
-    select_trainable(hf, spec.trainable)
+    if spec.lora is None:
+        select_trainable(hf, spec.trainable)
+    elif spec.lora.base_dtype.itemsize < spec.compute_dtype.itemsize:
+        raise UserError(f"model.lora.base_dtype={spec.lora.base_dtype} is narrower than model.dtype={spec.compute_dtype}: set both alike")
+    else:
+        lora.inject(hf, spec.lora, find_blocks(hf))
     return Scorer(hf, spec)
 
 
