@@ -22,6 +22,7 @@ from typing import Any
 
 # Seconds each, and imported lazily by what the ranks run: the server that ranks are forked from does it once.
 SLOW_IMPORTS = (
+    "peft",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -73,8 +73,11 @@ class Engine(Protocol):
     def generate(self, requests: Iterable[GenerateRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order; every request gives exactly `n`."""
 
-    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> None:
-        """Replace the weights by (HF name, full tensor) buckets. A name that is missing or unknown raises RunError."""
+    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int, partial: bool = False) -> None:
+        """Replace the weights by (HF name, full tensor) buckets. A name that is missing or unknown raises RunError.
+
+        `partial`: what does not come stays as it is.
+        """
 
     def digests(self) -> dict[str, int]:
         """HF name -> additive digest of the tensors that the engine computes with now."""

@@ -57,8 +57,8 @@ class ScriptedEngine:
                 break
         return False
 
-    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> None:
-        load_in_place(self._model, buckets)
+    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int, partial: bool = False) -> None:
+        load_in_place(self._model, buckets, partial)
         self._version = version
 
     def digests(self) -> dict[str, int]:

@@ -89,11 +89,14 @@ class TransformersEngine:
         finally:
             self._generating = False
 
-    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> None:
-        """Replace the weights in place by (HF name, full tensor) buckets. Raises RunError for a name that is missing or unknown."""
+    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int, partial: bool = False) -> None:
+        """Replace the weights in place by (HF name, full tensor) buckets. Raises RunError for a name that is missing or unknown.
+
+        `partial`: what does not come stays as it is.
+        """
         if self._generating:
             raise RunError("load_weights: a generate is under way; its cache would mix two versions of the weights")
-        load_in_place(self._model, buckets)
+        load_in_place(self._model, buckets, partial)
         self._version = version
 
     def digests(self) -> dict[str, int]:

@@ -112,10 +112,10 @@ class VLLMEngine:
         row.logprobs = [step[token].logprob for step, token in zip(output.logprobs, row.token_ids, strict=True)]
         return self._text.completion(row, self._version, "length" if output.finish_reason == "length" else "stop")
 
-    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int) -> None:
+    def load_weights(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int, partial: bool = False) -> None:
         """Replace the weights in place by (HF name, full tensor) buckets, bucket by bucket; the prefix cache forgets the old ones.
 
-        Raises RunError for a name that is missing, unknown or comes twice, or a wrong shape.
+        `partial`: what does not come stays as it is. Raises RunError for a name that is missing, unknown or comes twice, or a wrong shape.
         """
         if self._generating:
             raise RunError("load_weights: a generate is under way; its cache would mix two versions of the weights")
@@ -126,7 +126,7 @@ class VLLMEngine:
                 for name, tensor in bucket:
                     self._check(name, tensor, seen)
                 load(bucket)
-        if missing := [name for name in self._shapes if name not in seen]:
+        if not partial and (missing := [name for name in self._shapes if name not in seen]):
             raise RunError(f"weights: {len(missing)} parameters of the sampler did not come in this push: {', '.join(missing[:5])}")
         self._engine.reset_prefix_cache()
         self._version = version

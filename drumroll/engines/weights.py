@@ -11,11 +11,11 @@ from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
 
 
-def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torch.Tensor]]]) -> None:
+def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torch.Tensor]]], partial: bool = False) -> None:
     """Copy (HF name, full tensor) buckets into the parameters of `model`, cast to their dtype.
 
     A tied parameter is known by its first name and may also come under its others, which then must carry the same values. Raises RunError
-    for a name that is unknown, that comes twice or does not come, for a wrong shape, and for tied names that disagree.
+    for a name that is unknown, that comes twice or (unless `partial`) does not come, for a wrong shape, and for tied names that disagree.
     """
     own = dict(model.named_parameters(remove_duplicate=False))
     seen: dict[str, torch.Tensor] = {}  # every name that came -> the parameter it names
@@ -36,7 +36,7 @@ def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torc
                 seen[name] = parameter
                 loaded[id(parameter)] = name
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
-    if missing:
+    if missing and not partial:
         raise RunError(f"weights: {len(missing)} parameters of the sampler did not come in this push: {', '.join(missing[:5])}")
 
 

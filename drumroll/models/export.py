@@ -1,4 +1,4 @@
-"""Writing a model as a HF folder: safetensors from a stream of buckets, everything else as it was in the source folder."""
+"""Writing a model as a HF folder: safetensors from a stream of buckets, everything else as it was in the source folder. And adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from drumroll.backends.base import LoraSpec, NamedTensor
 from drumroll.errors import RunError
+from drumroll.models import lora
 from drumroll.models.build import parameter_names
 from drumroll.models.stream import persistent_buffers, tensor_files
 
@@ -47,6 +49,23 @@ def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes:
         _replace(temporary, out)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out}: cannot write the model: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_adapter(source: Path, out: Path, spec: LoraSpec, tensors: Iterable[NamedTensor]) -> None:
+    """Write adapters as a folder for PEFT, which appears whole or not at all. `source`: folder of the model they belong to.
+
+    Raises RunError when the disk refuses.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+        lora.write_folder(temporary, spec, str(source), whole)
+        _replace(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{out}: cannot write the adapter: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

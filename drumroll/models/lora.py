@@ -113,8 +113,11 @@ def _check_targets(spec: LoraSpec, linear: Sequence[str], model: str) -> None:
             raise UserError(f"model.lora.targets: no linear layer in the transformer blocks of {model} is a {target!r}; they are {known}")
 
 
-def _config(spec: LoraSpec, layers: Sequence[str], transposed: bool, base: str | None = None) -> Any:
-    """PEFT's configuration; values are ours to make. `layers`: all that may be adapted; `base`: the model's folder, for a file."""
+def _config(spec: LoraSpec, layers: Sequence[str], transposed: bool = False, base: str | None = None) -> Any:
+    """PEFT's configuration; values are ours to make. `layers`: all that may be adapted; `base`: the model's folder, for a file.
+
+    `transposed` is not known to a file: PEFT looks at the layers itself, and warns.
+    """
     from peft import LoraConfig, TaskType
 
     return LoraConfig(
@@ -198,10 +201,10 @@ def read_folder(folder: Path, spec: LoraSpec, shapes: Mapping[str, torch.Size]) 
     return tensors
 
 
-def write_folder(folder: Path, spec: LoraSpec, base: str, tensors: Mapping[str, torch.Tensor], transposed: bool) -> None:
+def write_folder(folder: Path, spec: LoraSpec, base: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """The adapter as a folder that `peft.PeftModel.from_pretrained` reads. `base`: path or name of the model that it belongs to."""
     save_file({f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}, folder / _TENSORS, metadata={"format": "pt"})
     layers = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    settings = _config(spec, layers, transposed, base).to_dict()
+    settings = _config(spec, layers, base=base).to_dict()
     settings["target_modules"] = sorted(settings["target_modules"])  # a set in there, in another order every time
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")

@@ -34,8 +34,8 @@ from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
 from drumroll.runtime.policy import Policy
 
-START_FILE = "start.json"  # what the run began with, for `drumroll replay`
-MODEL_DIR = "model"
+MODEL_DIR = "model"  # with adapters: they are merged in
+ADAPTER_DIR = "adapter"
 BATCHES_DIR = "batches"
 CHECKPOINTS_DIR = "checkpoints"
 
@@ -186,4 +186,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
+        if self.config.model.lora is not None:
+            policy.export_adapter(self.run_dir / ADAPTER_DIR)
+            self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")
         signal.signal(signal.SIGTERM, before)

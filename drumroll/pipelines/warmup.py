@@ -55,7 +55,7 @@ def warmup_config(config: RunConfig, warmup: WarmupConfig) -> RunConfig:
         max_steps=warmup.steps,
         run_dir=config.run_dir,
         seed=warmup.seed,
-        model=config.model.model_copy(update={"trainable": ()}),
+        model=config.model.model_copy(update={"trainable": (), "lora": None}),
         data=config.data.model_copy(update={"train": warmup.data or config.data.train, "eval": None}),
         rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
         optim=OptimConfig(lr=warmup.lr, schedule="linear", warmup_steps=max(1, warmup.steps // 10), min_lr_ratio=0.1),

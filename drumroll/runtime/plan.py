@@ -19,10 +19,13 @@ class Plan:
 
 
 def plan(config: RunConfig, reference: bool) -> Plan:
-    """Place the roles that the pipeline needs. `reference`: the algorithm holds the policy near a frozen copy."""
+    """Place the roles that the pipeline needs. `reference`: the algorithm holds the policy near the model it began with.
+
+    With adapters the policy is that model too, with them switched off.
+    """
     roles: set[Role] = {"policy"}
     if config.pipeline == "rl":
         roles.add("engine")
-    if reference:
+    if reference and config.model.lora is None:
         roles.add("reference")
     return Plan(world_size=config.runtime.ranks, roles=frozenset(roles))

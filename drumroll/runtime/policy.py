@@ -81,8 +81,9 @@ class Policy:
         """Write a HF model folder."""
         self._ranks.call(Worker.export, out)
 
-    def save(self, directory: Path) -> None:
-        self._ranks.call(Worker.save, directory)
+    def export_adapter(self, out: Path) -> None:
+        """Write the adapters of a run that has some, for PEFT."""
+        self._ranks.call(Worker.export_adapter, out)
 
     def load(self, directory: Path) -> None:
         self._ranks.call(Worker.load, directory)

@@ -16,10 +16,12 @@ import torch
 import transformers
 
 from drumroll import plugins
-from drumroll.backends.base import KINDS, Backend, ModelSpec, OptimSpec, RankContext, StepResult
-from drumroll.config import RunConfig
+from drumroll.backends.base import KINDS, Backend, LoraSpec, ModelSpec, OptimSpec, RankContext, StepResult
+from drumroll.checkpoint import rng
+from drumroll.checkpoint.store import Checkpoint, CheckpointStore
+from drumroll.config import LoraConfig, RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
-from drumroll.models.export import save_folder
+from drumroll.models.export import save_adapter, save_folder
 from drumroll.packing import collate
 from drumroll.runtime.plan import Plan
 from drumroll.sync.base import PushReport, Transport
@@ -102,8 +104,14 @@ class Worker:
 
     def logprobs(self, role: Scored, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
         """Per-target log-probs, float32 [N] a sample, in the order given."""
-        backend = self._policy if role == "policy" else self._reference
-        assert backend is not None, f"this run has no {role}"
+        if role == "policy":
+            return self._scores(self._trainer, micros)
+        if self._reference is not None:
+            return self._scores(self._reference, micros)
+        with self._trainer.reference():
+            return self._scores(self._trainer, micros)
+
+    def _scores(self, backend: Backend, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
         scores: list[list[np.ndarray]] = []
         for samples in micros:
             outputs = backend.logprobs(collate(samples, self._ctx.device))
@@ -166,6 +174,17 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
     if config.model.dtype == "auto":
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     else:
+    def export_adapter(self, out: Path) -> None:
+        """Write the policy's adapters as a PEFT folder; rank 0 writes, all ranks take part in gathering."""
+        lora = model_spec(self._spec.config, self._spec.folder, self._ctx.device).lora
+        assert lora is not None, "this run has no adapters"
+        tensors = self._trainer.adapter()
+        if self._ctx.rank == 0:
+            save_adapter(self._spec.folder, out, lora, tensors)
+        else:
+            for _ in tensors:
+                pass
+
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     return ModelSpec(
         path=str(folder),
@@ -198,3 +217,15 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+        lora=lora_spec(config.model.lora, config.seed) if config.model.lora is not None else None,
+def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:
+    return LoraSpec(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=() if lora.targets == "all-linear" else lora.targets,
+        base_dtype=torch.bfloat16 if lora.base_dtype == "bfloat16" else torch.float32,
+        seed=seed,
+        start=lora.start,
+    )
+
+

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from drumroll.backends.base import Backend
+from drumroll.backends.base import Backend, NamedTensor
 from drumroll.engines.base import Engine
 from drumroll.sync.base import PushReport, compare_digests
 
 
 class InProcess:
+    """One trainer and one engine."""
+
+    def __init__(self) -> None:
+        self._has_all = False  # the engine has had every weight once
+
     def push(self, backend: Backend, engine: Engine, dtype: torch.dtype, version: int) -> PushReport:
-        engine.load_weights(backend.weights(dtype), version)
-        return compare_digests(backend.digests(dtype), engine.digests(), version)
+        sizes: list[int] = []
+
+        def count(bucket: list[NamedTensor]) -> list[NamedTensor]:
+            sizes.extend(tensor.nbytes for _, tensor in bucket)
+            return bucket
+
+        buckets = backend.weights(dtype, trained_only=True) if self._has_all else backend.weights(dtype)
+        engine.load_weights(map(count, buckets), version, partial=self._has_all)
+        report = compare_digests(backend.digests(dtype), engine.digests(), version, sum(sizes))
+        self._has_all = True
+        return report
 
 
 PLUGIN = InProcess

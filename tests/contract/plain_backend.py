@@ -109,7 +109,7 @@ class Plain:
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
         for name, parameter in self.parameters.items():
             yield [(name, parameter.detach().to(dtype))]
 
