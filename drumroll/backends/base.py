@@ -23,8 +23,8 @@ __all__ = [
     "BackendPlugin",
     "Checkpointing",
     "Cuts",
-    "LoraSpec",
     "Kind",
+    "LoraSpec",
     "LossFn",
     "LossOutput",
     "ModelSpec",
@@ -55,6 +55,7 @@ class RankContext:
     world_size: int
     device: torch.device
 
+
 @dataclass(slots=True, frozen=True)
 class LoraSpec:
     """Low-rank adapters, stored in float32: they train, and nothing of the model itself does."""
@@ -67,7 +68,6 @@ class LoraSpec:
     start: str | None = None  # folder of a PEFT adapter to go on from; None: a fresh one
 
 
-
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
     """Which model, and how it computes."""
@@ -75,8 +75,8 @@ class ModelSpec:
     path: str  # a HF model folder on disk: config.json and safetensors
     compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32 (but see LoraSpec.base_dtype)
     temperature: float = 1.0  # log-probs are log_softmax(logits / temperature), as in sampling
-    lora: LoraSpec | None = None  # `trainable` is then empty
     trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
+    lora: LoraSpec | None = None  # `trainable` is then empty
     layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
     attention: str = "sdpa"  # transformers' attn_implementation
     checkpointing: Checkpointing = "none"

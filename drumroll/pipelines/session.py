@@ -34,6 +34,7 @@ from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
 from drumroll.runtime.policy import Policy
 
+START_FILE = "start.json"  # what the run began with, for `drumroll replay`
 MODEL_DIR = "model"  # with adapters: they are merged in
 ADAPTER_DIR = "adapter"
 BATCHES_DIR = "batches"
@@ -90,6 +91,9 @@ class Session:
         self.measure(policy)
         policy.export(self.run_dir / MODEL_DIR)
         self.recorder.note(f"model {self.run_dir / MODEL_DIR}")
+        if self.config.model.lora is not None:
+            policy.export_adapter(self.run_dir / ADAPTER_DIR)
+            self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")
 
 
 @contextmanager
@@ -186,7 +190,4 @@ def _sigterm_as_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        if self.config.model.lora is not None:
-            policy.export_adapter(self.run_dir / ADAPTER_DIR)
-            self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")
         signal.signal(signal.SIGTERM, before)

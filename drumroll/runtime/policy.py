@@ -85,6 +85,9 @@ class Policy:
         """Write the adapters of a run that has some, for PEFT."""
         self._ranks.call(Worker.export_adapter, out)
 
+    def save(self, directory: Path) -> None:
+        self._ranks.call(Worker.save, directory)
+
     def load(self, directory: Path) -> None:
         self._ranks.call(Worker.load, directory)
 

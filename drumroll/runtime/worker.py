@@ -17,8 +17,6 @@ import transformers
 
 from drumroll import plugins
 from drumroll.backends.base import KINDS, Backend, LoraSpec, ModelSpec, OptimSpec, RankContext, StepResult
-from drumroll.checkpoint import rng
-from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import LoraConfig, RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
 from drumroll.models.export import save_adapter, save_folder
@@ -150,6 +148,17 @@ class Worker:
             for _ in buckets:
                 pass
 
+    def export_adapter(self, out: Path) -> None:
+        """Write the policy's adapters as a PEFT folder; rank 0 writes, all ranks take part in gathering."""
+        lora = model_spec(self._spec.config, self._spec.folder, self._ctx.device).lora
+        assert lora is not None, "this run has no adapters"
+        tensors = self._trainer.adapter()
+        if self._ctx.rank == 0:
+            save_adapter(self._spec.folder, out, lora, tensors)
+        else:
+            for _ in tensors:
+                pass
+
     def memory(self) -> dict[str, int]:
         """Bytes held on this rank by kind, and `peak`: the most this process has held.
 
@@ -174,29 +183,30 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
     if config.model.dtype == "auto":
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     else:
-    def export_adapter(self, out: Path) -> None:
-        """Write the policy's adapters as a PEFT folder; rank 0 writes, all ranks take part in gathering."""
-        lora = model_spec(self._spec.config, self._spec.folder, self._ctx.device).lora
-        assert lora is not None, "this run has no adapters"
-        tensors = self._trainer.adapter()
-        if self._ctx.rank == 0:
-            save_adapter(self._spec.folder, out, lora, tensors)
-        else:
-            for _ in tensors:
-                pass
-
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     return ModelSpec(
         path=str(folder),
         compute_dtype=dtype,
         temperature=config.rollout.temperature if config.pipeline == "rl" else 1.0,
         trainable=config.model.trainable,
+        lora=lora_spec(config.model.lora, config.seed) if config.model.lora is not None else None,
         layout=config.model.layout,
         attention=config.model.attention,
         checkpointing=config.model.checkpointing,
         compile=config.model.compile,
         tile_mlp=config.model.tile_mlp,
         trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:
+    return LoraSpec(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=() if lora.targets == "all-linear" else lora.targets,
+        base_dtype=torch.bfloat16 if lora.base_dtype == "bfloat16" else torch.float32,
+        seed=seed,
+        start=lora.start,
     )
 
 
@@ -217,15 +227,3 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
-        lora=lora_spec(config.model.lora, config.seed) if config.model.lora is not None else None,
-def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:
-    return LoraSpec(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=() if lora.targets == "all-linear" else lora.targets,
-        base_dtype=torch.bfloat16 if lora.base_dtype == "bfloat16" else torch.float32,
-        seed=seed,
-        start=lora.start,
-    )
-
-
