@@ -44,16 +44,41 @@ Overrides = Annotated[
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON rows to this file.")]
 
 
-@app.command(epilog="Example: drumroll train recipes/quickstart.yaml runtime.ranks=1 max_steps=10")
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+@app.command(
+    epilog="Examples: drumroll train recipes/quickstart.yaml runtime.ranks=1 max_steps=10\n\n"
+    "drumroll train recipes/quickstart.yaml checkpoint.every=20, and after a crash the same with --resume"
+)
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest valid checkpoint in run_dir, or from the one whose directory stands among the arguments; "
+            "with none yet, start from the beginning.",
+        ),
+    ] = False,
+) -> None:
     """Train by a recipe: reinforcement learning or supervised fine-tuning."""
     from drumroll import config, plugins
+    from drumroll.pipelines import resume as resuming
     from drumroll.pipelines import rl, sft
 
-    run = config.load(recipe, overrides or [])
+    arguments = overrides or []
+    paths = [text for text in arguments if resume and ("=" not in text or Path(text).is_dir())]
+    if len(paths) > 1:
+        raise UserError(f"--resume: expected one checkpoint, got {', '.join(paths)}")
+    run = config.load(recipe, [text for text in arguments if text not in paths])
     plugins.check(run, str(recipe))
+    found = resuming.find(run, Path(paths[0]) if paths else None) if resume else None
+    if found is not None and found.finished:
+        typer.echo(f"nothing left to do: {run.run_dir} has done all {found.state.step} steps; raise max_steps to go on")
+        return
+    if resume:
+        typer.echo(found.words() if found is not None else f"resume: no checkpoint in {run.run_dir} yet; starting from the beginning")
     pipelines = {"rl": rl.train, "sft": sft.train}
-    pipelines[run.pipeline](run)
+    pipelines[run.pipeline](run, found)
 
 
 @app.command(name="eval", epilog="Example: drumroll eval recipes/quickstart.yaml --model runs/quickstart/model")

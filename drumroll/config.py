@@ -319,8 +319,12 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
-    keep: Positive = 2
+    every: int = Field(0, ge=0, description="steps between checkpoints, the last step has one too; 0: none. Ctrl-C and SIGTERM save one before they end the run")
+    async_save: bool = Field(True, description="training goes on while files are written; holds a copy of parameters and optimizer state in host memory")
+    keep: Positive = Field(2, description="the last so many stay")
+    keep_every: int = Field(0, ge=0, description="so does each whose step is a multiple of this; 0: none")
+    keep_best: str | None = Field(None, description="so does the best by this metric, named as in TensorBoard: eval/score, rl/reward_mean, ...; the latest of equals")
+    keep_best_is: Literal["max", "min"] = "max"
 
 
 class RecordConfig(Section):
@@ -378,6 +382,8 @@ class RunConfig(Section):
             yield f"optim.name: {self.optim.name}", ("optim.momentum",), "leave that out, or choose muon"
         if self.optim.name == "adafactor":
             yield "optim.name: adafactor", ("optim.betas", "optim.eps", "optim.offload"), "leave that out"
+        if self.checkpoint.keep_best is None:
+            yield "checkpoint without keep_best", ("checkpoint.keep_best_is",), "leave that out, or name a metric"
         if self.optim.schedule == "constant":
             yield "optim.schedule: constant", ("optim.min_lr_ratio",), "leave that out, or choose linear or cosine"
 

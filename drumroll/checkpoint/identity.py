@@ -74,10 +74,9 @@ class Fingerprint:
     config: dict[str, Any]
     tensors: dict[str, list[int]]
 
-    @property
-    def parameters(self) -> int:
-        """Elements of all tensors."""
-        return sum(math.prod(shape) for shape in self.tensors.values())
+    def elements(self) -> dict[str, int]:
+        """Tensor name -> number of its elements."""
+        return {name: math.prod(shape) for name, shape in self.tensors.items()}
 
 
 def fingerprint(folder: Path) -> Fingerprint:

@@ -26,7 +26,7 @@ class Damaged(RunError):
 
 def write(directory: Path) -> None:
     """Put every file below `directory` on the disk, and the manifest after them."""
-    names = sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+    names = sorted(name for file in directory.rglob("*") if file.is_file() and (name := str(file.relative_to(directory))) != NAME)
     facts = dict(zip(names, _facts(directory, names), strict=True))
     for folder in {(directory / name).parent for name in names}:
         sync_folder(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,16 +136,6 @@ class CheckpointStore:
         """Directories named as checkpoints, valid or not, by ascending step."""
         found = (path for path in self.folder.glob(f"{STEP}*") if path.is_dir() and path.name.removeprefix(STEP).isdigit())
         return sorted(found, key=step_of)
-
-    def valid(self, check: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Iterator[Checkpoint | Skipped]:
-        """Every directory, newest first: a checkpoint, or why it is none. `check` may raise RunError to refuse one that is whole."""
-        for path in reversed(self.paths()):
-            try:
-                checkpoint = self.open(path)
-                check(checkpoint)
-                yield checkpoint
-            except RunError as error:
-                yield Skipped(path, str(error))
 
     def open(self, path: Path) -> Checkpoint:
         """Raises Damaged naming the file that is missing, cut or changed, RunError for names of another version."""

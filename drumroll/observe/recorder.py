@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,7 @@ from types import TracebackType
 from drumroll.observe.alarms import alarms
 from drumroll.observe.jsonl import JsonlWriter
 from drumroll.observe.metrics import EvalRecord, RolloutRecord, StepRecord
-from drumroll.observe.run import EVALS_FILE, METRICS_FILE, ROLLOUTS_FILE, read_evals, read_steps
+from drumroll.observe.run import EVALS_FILE, METRICS_FILE, RECORD_FILES, ROLLOUTS_FILE, read_evals, read_steps
 from drumroll.observe.sinks import Sink
 
 
@@ -19,14 +20,13 @@ class Recorder:
     """Appends to the record files and passes records on to the sinks.
 
     `metrics.jsonl` is the record itself: a failure to write it ends the run (RunError). A sink that raises is reported once and dropped.
-    Opened on a directory that has records (a resumed run), it carries on after `done` RL steps; a step recorded again replaces the old one
-    for the readers.
+    Opened on a directory that has records (a resumed run), it carries on after them; `cut_back` takes those away that will come again.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), *, rollouts: bool = True, done: int = 0) -> None:
+    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), *, rollouts: bool = True) -> None:
         self.run_dir = run_dir
-        self.records = [record for record in read_steps(run_dir) if record.phase == "sft" or record.step <= done]
-        self.evals = [record for record in read_evals(run_dir) if record.step <= done]
+        self.records = read_steps(run_dir)
+        self.evals = read_evals(run_dir)
         self._metrics = JsonlWriter(run_dir / METRICS_FILE)
         self._evals = JsonlWriter(run_dir / EVALS_FILE)
         self._rollouts = JsonlWriter(run_dir / ROLLOUTS_FILE) if rollouts else None
@@ -53,6 +53,32 @@ class Recorder:
     def note(self, text: str) -> None:
         """Tell the reader of the log something."""
         self._each(lambda sink: sink.note(text))
+
+    def attach(self, sink: Sink) -> None:
+        """Add a sink, and tell it what has been recorded so far."""
+        self._sinks.append(sink)
+        try:
+            for record in self.records:
+                sink.step(record, [])
+            for one in self.evals:
+                sink.evaluation(one)
+        except Exception as error:  # noqa: BLE001 - fault boundary, as in `_each`
+            self._drop(sink, error)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each record file: where a checkpoint of now stands in them."""
+        files = {name: self.run_dir / name for name in RECORD_FILES}
+        return {name: file.stat().st_size if file.is_file() else 0 for name, file in files.items()}
+
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Take away what was written after `sizes`. A file that is shorter has lost records: that is said, and the rest kept."""
+        now = self.sizes()
+        for name, size in sizes.items():
+            if now.get(name, 0) > size:
+                os.truncate(self.run_dir / name, size)
+            elif now.get(name, 0) < size:
+                self.note(f"{self.run_dir / name} has {now.get(name, 0)} bytes, at the checkpoint it had {size}: records were lost")
+        self.records, self.evals = read_steps(self.run_dir), read_evals(self.run_dir)
 
     def sync(self) -> None:
         """Put everything on the disk, e.g. before a checkpoint counts as written."""

@@ -18,6 +18,7 @@ CONFIG_FILE = "config.yaml"  # the resolved config
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+RECORD_FILES = (METRICS_FILE, EVALS_FILE, ROLLOUTS_FILE)  # appended to
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 PICTURE_FILE = "reward.png"

@@ -11,7 +11,6 @@ Its difference is divided by that, so what is bounded is the error of the log-pr
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +25,15 @@ from rich.table import Table
 from drumroll import config as configs
 from drumroll import plugins
 from drumroll.algorithms.presets import Algorithm, resolve
-from drumroll.checkpoint.store import CheckpointStore
+from drumroll.checkpoint.store import Checkpoint, CheckpointStore, step_of
 from drumroll.config import RunConfig
-from drumroll.errors import UserError
+from drumroll.errors import RunError, UserError
 from drumroll.observe import batches, checks
 from drumroll.observe.metrics import StepRecord, UpdateFacts, tokens_digest, update_facts
 from drumroll.observe.run import CONFIG_FILE, read_steps
+from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
 from drumroll.pipelines.rl import total_optimizer_steps, update
-from drumroll.pipelines.session import BATCHES_DIR, CHECKPOINTS_DIR, START_FILE
+from drumroll.pipelines.session import BATCHES_DIR
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
@@ -124,23 +124,33 @@ def _row(name: str, before: float, now: float, scale: float, tolerance: float, c
 def _train_again(target: Target, config: RunConfig) -> Replayed:
     assert config.algorithm is not None
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
-    folder = _start_model(target.run_dir)
-    store = CheckpointStore(target.run_dir / CHECKPOINTS_DIR, config.checkpoint.keep)
-    before = [step for step in store.steps() if step < target.step]
+    folder = start_model(target.run_dir, config)
+    before = _checkpoint_before(target, config)
     spec = WorkerSpec(config, folder, Plan(config.runtime.ranks, frozenset({"policy"})))
     with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
         policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
         start = redone = 0
-        if before:
-            state, directory = store.read(before[-1])
-            policy.load(directory)
-            policy.applied_steps = state.applied_steps
+        if before is not None:
+            state = before.state()
+            policy.restore(before, state, generators=False)
             start = state.step
         for step in range(start + 1, target.step):
             redone += len(_step_again(target, step, policy, algorithm))
         rate = policy.next_learning_rate
         updates = _step_again(target, target.step, policy, algorithm)
     return Replayed(update_facts(updates, rate), redone, start)
+
+
+def _checkpoint_before(target: Target, config: RunConfig) -> Checkpoint | None:
+    """The newest valid one of an earlier step; says which it passed over, and why."""
+    store = CheckpointStore(target.run_dir / CHECKPOINTS_DIR, config.checkpoint)
+    for path in reversed(store.paths()):
+        if step_of(path) < target.step:
+            try:
+                return store.open(path)
+            except RunError as error:
+                print(f"skipped {path}: {error}")
+    return None
 
 
 def _step_again(target: Target, step: int, policy: Policy, algorithm: Algorithm) -> list[StepStats]:
@@ -176,12 +186,3 @@ def _batch_file(run_dir: Path, step: int) -> Path:
     if not file.is_file():
         raise UserError(f"{file}: no such file; a run writes its batches when record.batches is true")
     return file
-
-
-def _start_model(run_dir: Path) -> Path:
-    folder = Path(jsonlib.loads((run_dir / START_FILE).read_text(encoding="utf-8"))["model"])
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder}: the model that {run_dir} started from is gone; train the recipe again to make it, or restore the folder"
-        )
-    return folder

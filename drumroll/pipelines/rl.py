@@ -20,6 +20,7 @@ from drumroll.engines.base import SamplingParams
 from drumroll.observe import batches, metrics
 from drumroll.pipelines import evaluate
 from drumroll.pipelines.evaluate import Evaluator
+from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import BATCHES_DIR, Session, open_session
 from drumroll.pipelines.warmup import starting_model
 from drumroll.rewards.base import RewardSet
@@ -33,12 +34,12 @@ from drumroll.runtime.worker import Worker, WorkerSpec
 from drumroll.types import Group, StepStats, TrainSample
 
 
-def train(config: RunConfig) -> None:
-    """`pipeline: rl`: from the recipe to a trained model, its records and its report in the run directory."""
+def train(config: RunConfig, resumed: Resumed | None = None) -> None:
+    """`pipeline: rl`: from the recipe, or a checkpoint, to a trained model, its records and its report in the run directory."""
     assert config.algorithm is not None
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
-    with open_session(config) as session, RewardSet(config.rewards) as rewards:
-        folder = starting_model(config, session.recorder)
+    with open_session(config, resumed) as session, RewardSet(config.rewards) as rewards:
+        folder = resumed.folder if resumed is not None else starting_model(config, session.recorder)
         session.start_from(folder)
         prompts, sampled_with = open_prompts(config, folder, rewards)
         spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
@@ -64,23 +65,34 @@ class Loop:
 
     def run(self) -> None:
         """`max_steps` steps, with evaluations and checkpoints where the config asks for them."""
-        config, evaluator = self.session.config, self.evaluator
-        self.session.push(self.policy)
-        for step in range(config.max_steps + 1):
-            if step > 0:
+        session, policy = self.session, self.policy
+        first = session.begin(policy, self.prompts)
+        session.push(policy)
+        if first == 1:
+            self.evaluate(0)
+        with session.training():
+            for step in range(first, session.config.max_steps + 1):
                 self.step(step)
-                self.session.checkpoint(self.policy, step)
-            if evaluator is not None and (step in (0, config.max_steps) or (config.eval.every and step % config.eval.every == 0)):
-                evaluate.record(self.session.recorder, evaluator, step, self.policy.version)
-            self.session.timer.restart()
+                self.evaluate(step)
+                session.after_step(policy, step, self.prompts)
+                session.timer.restart()
+
+    def evaluate(self, step: int) -> None:
+        """Before the first step, after the last, and between them where the config asks for it."""
+        config = self.session.config
+        if self.evaluator is not None and (step in (0, config.max_steps) or (config.eval.every and step % config.eval.every == 0)):
+            evaluate.record(self.session.recorder, self.evaluator, step, self.policy.version)
+        self.session.timer.restart()
 
     def step(self, step: int) -> None:
         """Sample, judge, train, send the new weights, write everything down."""
         session, policy, algorithm = self.session, self.policy, self.algorithm
         version, rate = policy.version, policy.next_learning_rate
         drawn, groups = collect(self.prompts, self.rollouter, algorithm, session.config.rollout.prompts_per_step, self.sampled_with)
+        session.leave_if_asked(policy)  # the parameters are still those of the last step
         with session.timer.phase("logprobs"):
             samples = score(from_groups(groups), policy, algorithm)
+        session.leave_if_asked(policy)
         samples = with_advantages(samples, groups, algorithm, self.sampled_with.max_tokens)
         with session.timer.phase("train"):
             updates = update(policy, samples, algorithm)

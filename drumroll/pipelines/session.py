@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 import shutil
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from typing import Protocol
 
-import torch
-import transformers
-
-import drumroll
 from drumroll import config as configs
-from drumroll.checkpoint.store import CheckpointStore, DriverState
+from drumroll.checkpoint import rng
+from drumroll.checkpoint.driver import DriverState, environment
+from drumroll.checkpoint.identity import fingerprint
+from drumroll.checkpoint.retention import check_metric
 from drumroll.config import RunConfig, WarmupConfig
+from drumroll.data.stream import Cursor
 from drumroll.errors import UserError
 from drumroll.observe.closing import closing
 from drumroll.observe.console import console_sink
@@ -29,16 +26,27 @@ from drumroll.observe.metrics import StepPhase
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.report import write_report
 from drumroll.observe.run import CONFIG_FILE, SUMMARY_FILE, TENSORBOARD_DIR
-from drumroll.observe.sinks import Sink, TensorBoardSink
+from drumroll.observe.sinks import TensorBoardSink, scalars
 from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
+from drumroll.pipelines.resume import START_FILE, Resumed, store_of
+from drumroll.pipelines.room import check_room
+from drumroll.pipelines.saving import Boundary, Saver
+from drumroll.pipelines.signals import Signals
+from drumroll.runtime.local import resolve_device
 from drumroll.runtime.policy import Policy
 
-START_FILE = "start.json"  # what the run began with, for `drumroll replay`
 MODEL_DIR = "model"  # with adapters: they are merged in
 ADAPTER_DIR = "adapter"
 BATCHES_DIR = "batches"
-CHECKPOINTS_DIR = "checkpoints"
+
+
+class Stream(Protocol):
+    """Where the training data comes from, as a checkpoint sees it."""
+
+    def state(self) -> Cursor: ...
+
+    def restore(self, cursor: Cursor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -46,25 +54,71 @@ class Session:
     config: RunConfig
     run_dir: Path
     recorder: Recorder
+    signals: Signals
+    resumed: Resumed | None = None
+    begun: bool = False  # something of a resumed run's directory has been changed
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     peak_bytes_per_rank: list[int] = field(default_factory=list)
     pushes: int = 0
     pushes_matched: int = 0
+    saver: Saver | None = None  # None: the config asks for no checkpoints
+    _boundary: Boundary | None = None  # after the last whole step
+    _started: float = field(default_factory=time.monotonic)
 
     @property
     def peak_bytes(self) -> int:
         return max(self.peak_bytes_per_rank, default=0)
 
+    @property
+    def seconds(self) -> float:
+        """Wall clock of the run, that of before a resume included."""
+        before = self.resumed.state.seconds if self.resumed is not None else 0.0
+        return before + time.monotonic() - self._started
+
     def start_from(self, folder: Path) -> None:
-        """Record the model folder that the main phase starts from, and with what it runs."""
-        facts = {
-            "model": str(folder.resolve()),
-            "drumroll": drumroll.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        }
-        (self.run_dir / START_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        """Record the model folder that the main phase starts from, and with what it runs. Raises UserError for a disk that is too small."""
+        if self.config.checkpoint.every:
+            model, store = fingerprint(folder), store_of(self.config)
+            check_metric(self.config)
+            check_room(self.config, model, store)
+            self.saver = Saver(self.config, store, model, self.recorder.note)
+        if self.resumed is None:
+            facts = {"model": str(folder.resolve()), **environment(self._device)}
+            (self.run_dir / START_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    @property
+    def _device(self) -> str:
+        return resolve_device(self.config.runtime.device, self.config.runtime.ranks)
+
+    def begin(self, policy: Policy, stream: Stream) -> int:
+        """The first step to do. A resumed run stands afterwards where its checkpoint stood: ranks, data, records."""
+        if self.resumed is None:
+            return 1
+        checkpoint, state = self.resumed.checkpoint, self.resumed.state
+        policy.restore(checkpoint, state, generators=self.resumed.exact)
+        stream.restore(state.cursor)
+        self._rewind(state)
+        if self.resumed.exact:
+            rng.restore(rng.read(checkpoint.generators(None)), str(checkpoint.generators(None)))
+        return state.step + 1
+
+    def _rewind(self, state: DriverState) -> None:
+        """What the directory holds of later steps is put aside or cut away: they will be done again."""
+        self.begun = True
+        for path in store_of(self.config).go_on_from(state.step):
+            self.recorder.note(f"later than the checkpoint, kept until the next one is written: {path}")
+        self.recorder.cut_back(state.records)
+        (self.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        configs.dump(self.config, self.run_dir / CONFIG_FILE)
+        shutil.rmtree(self.run_dir / TENSORBOARD_DIR, ignore_errors=True)  # made again from the records
+        self.attach_tensorboard()
+        self.pushes, self.pushes_matched = state.pushes, state.pushes_matched
+        if self.saver is not None:
+            self.saver.last = state.step
+
+    def attach_tensorboard(self) -> None:
+        if self.config.record.tensorboard:
+            self.recorder.attach(TensorBoardSink(self.run_dir / TENSORBOARD_DIR))
 
     def push(self, policy: Policy) -> None:
         """Weights to the engines; counted, so that the summary can say that every push arrived."""
@@ -77,17 +131,58 @@ class Session:
         """Read the peak memory of every rank."""
         self.peak_bytes_per_rank = [held["peak"] for held in policy.memory()]
 
-    def checkpoint(self, policy: Policy, step: int) -> None:
-        """Write a checkpoint where the config asks for one after this step."""
-        every = self.config.checkpoint.every
-        if every and step % every == 0:
-            store = CheckpointStore(self.run_dir / CHECKPOINTS_DIR, self.config.checkpoint.keep)
+    def training(self) -> AbstractContextManager[None]:
+        """Around the loop: where there are checkpoints, a first Ctrl-C or SIGTERM saves what is done and then ends the run."""
+        return self.signals.deferred() if self.saver is not None else nullcontext()
+
+    def after_step(self, policy: Policy, step: int, stream: Stream) -> None:
+        """Everything about `step` is recorded: save a checkpoint where the config asks for one."""
+        if self.saver is not None:
+            self._boundary = Boundary(self._state(policy, step, stream.state()), rng.capture())
+            if self.saver.due(step):
+                self.recorder.sync()
+            self.saver.after_step(policy, self._boundary)
+            self.leave_if_asked(policy)
+
+    def leave_if_asked(self, policy: Policy) -> None:
+        """Where a signal has asked for it: save the last whole step, whose parameters `policy` must still have, and end the run.
+
+        Raises KeyboardInterrupt.
+        """
+        if not self.signals.requested or self.saver is None:
+            return
+        if self._boundary is not None:
             self.recorder.sync()
-            written = store.write(DriverState(step, policy.applied_steps, policy.version), policy.save)
-            self.recorder.note(f"checkpoint {written}")
+            self.saver.save(policy, self._boundary)
+        self.saver.hear(policy, wait=True)
+        done = self.saver.last
+        self.recorder.note(f"--resume goes on after step {done}" if done else "stopped before the first step was done; nothing is saved")
+        raise KeyboardInterrupt
+
+    def _state(self, policy: Policy, step: int, cursor: Cursor) -> DriverState:
+        """The driver's state after `step`."""
+        record = self.recorder.records[-1]
+        metrics = {f"{record.phase}/{name}": value for name, value in scalars(record)}
+        if self.recorder.evals and self.recorder.evals[-1].step == step:
+            metrics |= {f"eval/{name}": value for name, value in scalars(self.recorder.evals[-1])}
+        return DriverState(
+            step=step,
+            applied_steps=policy.applied_steps,
+            skips_in_a_row=policy.skips_in_a_row,
+            version=policy.version,
+            cursor=cursor,
+            records=self.recorder.sizes(),
+            pushes=self.pushes,
+            pushes_matched=self.pushes_matched,
+            seconds=self.seconds,
+            metrics=metrics,
+            environment=environment(self._device),
+        )
 
     def finish(self, policy: Policy) -> None:
-        """Leave the trained model behind as a HF folder."""
+        """Leave the trained model behind as a HF folder. Raises RunError when the last checkpoint could not be written."""
+        if self.saver is not None:
+            self.saver.hear(policy, wait=True)
         self.measure(policy)
         policy.export(self.run_dir / MODEL_DIR)
         self.recorder.note(f"model {self.run_dir / MODEL_DIR}")
@@ -97,20 +192,23 @@ class Session:
 
 
 @contextmanager
-def open_session(config: RunConfig) -> Iterator[Session]:
-    """A new run directory with its recorder. However the block ends, records are closed and summary and report written."""
+def open_session(config: RunConfig, resumed: Resumed | None = None) -> Iterator[Session]:
+    """A run directory, new or that of the resumed run, with its recorder.
+
+    However the block ends, records are closed and summary and report written; but a run that did not come to its first step leaves
+    everything as it was.
+    """
     run_dir = Path(config.run_dir)
-    kept = _make_room(run_dir)
-    configs.dump(config, run_dir / CONFIG_FILE)
-    started = time.monotonic()
-    sinks: list[Sink] = [console_sink(config.run_dir, _totals(config))]
-    if config.record.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR))
-    session = Session(config, run_dir, Recorder(run_dir, sinks, rollouts=config.record.rollouts))
+    kept = _make_room(run_dir) if resumed is None else None
+    recorder = Recorder(run_dir, [console_sink(config.run_dir, _totals(config))], rollouts=config.record.rollouts)
+    session = Session(config, run_dir, recorder, Signals(), resumed)
+    if resumed is None:
+        configs.dump(config, run_dir / CONFIG_FILE)
+        session.attach_tensorboard()
     status: Status = "completed"
     error: str | None = None
     try:
-        with _sigterm_as_interrupt():
+        with session.signals.installed():
             yield session
     except KeyboardInterrupt:
         status = "interrupted"
@@ -120,10 +218,11 @@ def open_session(config: RunConfig) -> Iterator[Session]:
         raise
     finally:
         session.recorder.close()
-        if status != "completed" and not session.recorder.records and not session.recorder.evals:
+        nothing_done = not session.begun if resumed is not None else not session.recorder.records and not session.recorder.evals
+        if status == "completed" or not nothing_done:
+            _finish_records(session, status, error)
+        elif resumed is None:
             _undo(run_dir, kept)
-        else:
-            _finish_records(session, status, error, time.monotonic() - started)
 
 
 def _totals(config: RunConfig) -> dict[StepPhase, int]:
@@ -146,7 +245,7 @@ def _make_room(run_dir: Path) -> Path | None:
             )
         kept = next(p for n in itertools.count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{n}")).exists())
         run_dir.rename(kept)
-        print(f"the run that was in {run_dir} is now in {kept}")
+        print(f"the run that was in {run_dir} is now in {kept} (--resume would go on with it, where it has checkpoints)")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CONFIG_FILE).touch()
@@ -163,31 +262,17 @@ def _undo(run_dir: Path, kept: Path | None) -> None:
         print(f"nothing was trained; the run that was in {run_dir} is there again")
 
 
-def _finish_records(session: Session, status: Status, error: str | None, seconds: float) -> None:
+def _finish_records(session: Session, status: Status, error: str | None) -> None:
     summary = summarise(
         status=status,
         records=session.recorder.records,
         evals=session.recorder.evals,
         weight_pushes=session.pushes,
         digests_matched=session.pushes_matched,
-        wall_seconds=seconds,
+        wall_seconds=session.seconds,
         peak_bytes_per_rank=session.peak_bytes_per_rank,
         error=error,
     )
     write_summary(session.run_dir / SUMMARY_FILE, summary)
     write_report(session.run_dir)
     print(closing(summary, session.run_dir))
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """A scheduler's SIGTERM ends a run the way Ctrl-C does: ranks closed, records whole, summary written."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

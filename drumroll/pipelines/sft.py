@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
 from drumroll.pipelines.length import check_length
+from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import Session, open_session
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
@@ -22,10 +24,10 @@ from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
 
 
-def train(config: RunConfig) -> None:
-    """`pipeline: sft`: train, and leave the model in the run directory."""
-    with open_session(config) as session:
-        folder = locate(config.model.path)
+def train(config: RunConfig, resumed: Resumed | None = None) -> None:
+    """`pipeline: sft`: train, from a checkpoint if there is one, and leave the model in the run directory."""
+    with open_session(config, resumed) as session:
+        folder = resumed.folder if resumed is not None else locate(config.model.path)
         check_length(config, folder)
         session.start_from(folder)
         samples = open_samples(config, folder)
@@ -44,24 +46,28 @@ def open_samples(config: RunConfig, folder: Path) -> SampleStream:
 
 
 def fit(policy: Policy, samples: SampleStream, config: RunConfig, recorder: Recorder | None, session: Session | None = None) -> None:
-    """`max_steps` optimizer steps, each on `train.batch_size` fresh samples."""
+    """`max_steps` optimizer steps, each on `train.batch_size` fresh samples; with a session, from where it stands."""
     timer = PhaseTimer()
-    for step in range(1, config.max_steps + 1):
-        batch = samples.draw(config.train.batch_size)
-        rate = policy.next_learning_rate
-        with timer.phase("train"):
-            update = policy.step(batch, sft_loss)
-        if session is not None:
-            session.measure(policy)
-            session.checkpoint(policy, step)
-        if recorder is not None:
-            recorder.step(
-                sft_record(
-                    step=step,
-                    tokens_digest=tokens_digest([sample.token_ids.tolist() for sample in batch]),
-                    tokens=sum(len(sample.token_ids) for sample in batch),
-                    update=update_facts([update], rate),
-                    seconds=timer.take(),
-                    peak_bytes=session.peak_bytes if session is not None else 0,
+    first = session.begin(policy, samples) if session is not None else 1
+    with session.training() if session is not None else nullcontext():
+        for step in range(first, config.max_steps + 1):
+            batch = samples.draw(config.train.batch_size)
+            rate = policy.next_learning_rate
+            with timer.phase("train"):
+                update = policy.step(batch, sft_loss)
+            if session is not None:
+                session.measure(policy)
+            if recorder is not None:
+                recorder.step(
+                    sft_record(
+                        step=step,
+                        tokens_digest=tokens_digest([sample.token_ids.tolist() for sample in batch]),
+                        tokens=sum(len(sample.token_ids) for sample in batch),
+                        update=update_facts([update], rate),
+                        seconds=timer.take(),
+                        peak_bytes=session.peak_bytes if session is not None else 0,
+                    )
                 )
-            )
+            if session is not None:
+                session.after_step(policy, step, samples)
+                timer.restart()

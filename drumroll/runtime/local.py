@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,7 +175,8 @@ class _Processes(Ranks[W]):
                     name=f"drumroll-rank-{rank}",
                     daemon=True,
                 )
-                process.start()
+                with _out_of_reach():
+                    process.start()
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
@@ -249,14 +250,21 @@ class _Processes(Ranks[W]):
     def _kill(self) -> None:
         for process in self._processes:
             if process.is_alive():
-                process.terminate()
-        for process in self._processes:
-            process.join(timeout=2.0)
-            if process.is_alive():
                 process.kill()
-                process.join()
+        for process in self._processes:
+            process.join()
         for pipe in self._pipes:
             pipe.close()
+
+
+@contextlib.contextmanager
+def _out_of_reach() -> Iterator[None]:
+    """The server that ranks are forked from starts without SIGTERM: sent to a whole group, it must not end what still has to save."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _first_cause(failures: list[_Failure]) -> Exception:
@@ -273,7 +281,8 @@ def _serve(
     pipe: Connection, factory: Callable[[RankContext], Any], rank: int, world_size: int, device: str, port: int, timeout_s: float
 ) -> None:
     """A rank process: build the worker, then answer calls until the driver says None or goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group: the driver decides, and closes us
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the driver decides, and closes us
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, daemon=True).start()
     env.use_loopback_for_collectives()
     try:

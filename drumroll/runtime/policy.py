@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from drumroll.algorithms.schedule import learning_rate
+from drumroll.checkpoint.driver import DriverState
+from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
@@ -85,11 +87,22 @@ class Policy:
         """Write the adapters of a run that has some, for PEFT."""
         self._ranks.call(Worker.export_adapter, out)
 
-    def save(self, directory: Path) -> None:
-        self._ranks.call(Worker.save, directory)
+    def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
+        """Have the ranks write their parts of a draft and make it a checkpoint; in the background, `saved` tells what came of it."""
+        self._ranks.call(Worker.save, store, draft, background)
 
-    def load(self, directory: Path) -> None:
-        self._ranks.call(Worker.load, directory)
+    def saved(self, wait: bool) -> bool:
+        """Whether no save is under way on any rank. Raises RunError for one that failed."""
+        return all(self._ranks.call(Worker.saved, wait))
+
+    def restore(self, checkpoint: Checkpoint, state: DriverState, generators: bool) -> None:
+        """Stand where the policy stood that was saved; the next push sends its weights again, as the version that they were.
+
+        `generators`: the ranks' random number generators too; only on as many ranks as saved them.
+        """
+        self._ranks.call(Worker.load, checkpoint, generators)
+        self.applied_steps, self.skips_in_a_row = state.applied_steps, state.skips_in_a_row
+        self.version = max(-1, state.version - 1)
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes by kind, one entry a rank."""

@@ -6,8 +6,10 @@ Verbs are the driver's calls. Every rank gets the same verbs in the same order w
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +19,8 @@ import transformers
 
 from drumroll import plugins
 from drumroll.backends.base import KINDS, Backend, LoraSpec, ModelSpec, OptimSpec, RankContext, StepResult
+from drumroll.checkpoint import rng
+from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import LoraConfig, RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
 from drumroll.models.export import save_adapter, save_folder
@@ -55,6 +59,8 @@ class Worker:
         self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
         self._engine = self._start_engine(model) if "engine" in spec.plan.roles else None
         self._transport: Transport = plugins.load("sync", "inprocess")()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drumroll-commit")
+        self._saving: Future[None] | None = None
 
     def _backend(self, model: ModelSpec, optim: OptimSpec | None) -> Backend:
         section = self._spec.config.backend
@@ -133,11 +139,31 @@ class Worker:
         dtype = model_spec(self._spec.config, self._spec.folder, self._ctx.device).compute_dtype
         return self._transport.push(self._trainer, self._sampler, dtype, version)
 
-    def save(self, directory: Path) -> None:
-        self._trainer.save(directory)
+    def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
+        """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. Waits for the save before."""
+        self.saved(wait=True)
+        rng.write(draft.generators(self._ctx.rank), rng.capture())
+        commit = partial(store.commit, draft) if self._ctx.rank == 0 else None
+        if background:
+            self._saving = self._thread.submit(_commit, self._trainer.save_async(draft.tensors), commit)
+            return
+        self._trainer.save(draft.tensors)  # returns when all ranks have written
+        if commit is not None:
+            commit()
 
-    def load(self, directory: Path) -> None:
-        self._trainer.load(directory)
+    def saved(self, wait: bool) -> bool:
+        """Whether no save is under way here. Raises RunError, once, for one that failed."""
+        if self._saving is not None and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            saving.result()
+        return self._saving is None
+
+    def load(self, checkpoint: Checkpoint, generators: bool) -> None:
+        """Parameters and optimizer state of the policy; `generators`: this rank's random number generators too."""
+        self._trainer.load(checkpoint.tensors)
+        if generators:
+            file = checkpoint.generators(self._ctx.rank)
+            rng.restore(rng.read(file), str(file))
 
     def export(self, out: Path) -> None:
         """Write the policy as a HF folder; rank 0 writes, all ranks take part in gathering bucket by bucket."""
@@ -173,9 +199,18 @@ class Worker:
         return held
 
     def close(self) -> None:
+        """Finish a save under way, release everything."""
+        self._thread.shutdown()
         for role in (self._engine, self._policy, self._reference):
             if role is not None:
                 role.close()
+
+
+def _commit(written: Future[None], commit: Callable[[], Path] | None) -> None:
+    """On a thread: when all ranks have written, rank 0 has something to do."""
+    written.result()
+    if commit is not None:
+        commit()
 
 
 def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSpec:

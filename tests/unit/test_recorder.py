@@ -106,17 +106,39 @@ def test_rollouts_can_be_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "rollouts.jsonl").exists()
 
 
-def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
+def test_a_resumed_run_cuts_back_what_it_does_again(tmp_path: Path) -> None:
     with Recorder(tmp_path) as recorder:
-        for record in [sft_record(1), *healthy_history(15)]:
+        for record in [sft_record(1), *healthy_history(10)]:
             recorder.step(record)
+        recorder.evaluation(eval_record(step=10, version=10, groups=[group([1.0])], seconds=1.0))
+        sizes = recorder.sizes()
+        for step in range(11, 16):
+            recorder.step(healthy_record(step))
+        recorder.evaluation(eval_record(step=15, version=15, groups=[group([1.0])], seconds=1.0))
+        recorder.rollouts(rollout_records([group([1.0])], phase="train", step=15))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"phase": "rl", "step": 16, "lo')  # killed while writing
-    with Recorder(tmp_path, done=10) as recorder:
+    sink = ListSink()
+    with Recorder(tmp_path) as recorder:
+        recorder.cut_back(sizes)
         assert [record.step for record in recorder.records] == [1, *range(1, 11)]
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before[: sizes["metrics.jsonl"]]
+        recorder.attach(sink)
         for step in (11, 12):
             recorder.step(replace(healthy_record(step), reward_mean=-1.0))
+    assert sink.steps == [1, *range(1, 13)] and sink.notes == ["eval 1.0"]
     assert [(r.step, r.reward_mean == -1.0) for r in read_run(tmp_path).rl] == [(s, s > 10) for s in range(1, 13)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 13, "every step stands once in the file itself"
+    assert [e.step for e in read_run(tmp_path).evals] == [10] and list(read_rollouts(tmp_path)) == []
+
+
+def test_records_that_were_lost_since_the_checkpoint_are_said(tmp_path: Path) -> None:
+    sink = ListSink()
+    with Recorder(tmp_path, [sink]) as recorder:
+        recorder.step(healthy_record(1))
+        recorder.cut_back({**recorder.sizes(), "evals.jsonl": 77})
+    assert len(sink.notes) == 1 and "evals.jsonl has 0 bytes, at the checkpoint it had 77: records were lost" in sink.notes[0]
 
 
 def test_a_directory_without_records_is_refused(tmp_path: Path) -> None:
