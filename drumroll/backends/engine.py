@@ -291,7 +291,8 @@ class TorchBackend:
 
     def close(self) -> None:
         self._saver.close()
-        del self._module, self._scorer, self._parameters, self._weights, self._trainable, self._optimizer, self._lora, self._placement
+        del self._module, self._scorer, self._placement, self._optimizer, self._lora
+        del self._parameters, self._weights, self._saved, self._trainable
         gc.collect()  # wrapped modules are full of reference cycles
 
 
