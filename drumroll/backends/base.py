@@ -6,12 +6,12 @@ the same order, because every verb below may communicate. `drumroll verify NAME`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel
@@ -22,7 +22,6 @@ __all__ = [
     "Backend",
     "BackendPlugin",
     "Checkpointing",
-    "Cuts",
     "Kind",
     "LoraSpec",
     "LossFn",
@@ -116,14 +115,6 @@ class BackendPlugin(Protocol):
 
     def __call__(self, options: Any) -> Backend:
         """A backend before `setup`; `options` is an instance of `Config`."""
-
-
-@runtime_checkable
-class Cuts(Protocol):
-    """What a backend's options may say too: how persistent memory shrinks with the number of ranks. `drumroll verify` holds it to that."""
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        """Over how many of `ranks` ranks each kind of state is cut: 1 where every rank holds all of it."""
 
 
 class Backend(Protocol):

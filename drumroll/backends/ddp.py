@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
+from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas
@@ -30,9 +30,6 @@ class Config(Section):
     bucket_mb: float = Field(
         25.0, gt=0, description="size of the buckets in which gradients are reduced while backward goes on", examples=[0.01]
     )
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        return dict.fromkeys(KINDS, 1)
 
 
 class DdpPlacement:

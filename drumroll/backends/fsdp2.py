@@ -8,7 +8,7 @@ consecutive ranks share the tokens of a micro-batch (`models/ulysses.py`); param
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
-from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
+from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.clip import local_part
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint, Gathering, Unit
@@ -73,9 +73,6 @@ class Config(Section):
         "times train.micro_batch_tokens, one sequence too",
         examples=[2],
     )
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        return dict.fromkeys(KINDS, ranks // self.replicas)
 
 
 class Fsdp2Placement:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from drumroll.backends.base import KINDS, Kind, ModelSpec, RankContext
+from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.config import Section
@@ -20,9 +20,6 @@ from drumroll.models.stream import Held, held_whole
 
 class Config(Section):
     """`backend.single.*`: no options."""
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        return dict.fromkeys(KINDS, 1)
 
 
 class SinglePlacement:

@@ -5,7 +5,7 @@ Gradients are all-reduced as in DDP; each rank steps its rows of every parameter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, ModelSpec, RankContext
+from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas, share_rows
@@ -36,9 +36,6 @@ class Config(Section):
     bucket_mb: float = Field(
         25.0, gt=0, description="size of the buckets in which gradients are reduced while backward goes on", examples=[0.01]
     )
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        return {PARAMETER: 1, GRADIENT: 1, OPTIMIZER: ranks}
 
 
 class Zero1Placement:

@@ -7,7 +7,7 @@ that all of them are never there at once. What stays is the sum, over ranks and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, ModelSpec, RankContext
+from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import buckets, check_replicas, share_rows
@@ -47,9 +47,6 @@ class Config(Section):
     bucket_mb: float = Field(
         25.0, gt=0, description="size of the buckets in which gradients are reduced while backward goes on", examples=[0.01]
     )
-
-    def divisors(self, ranks: int) -> Mapping[Kind, int]:
-        return {PARAMETER: 1, GRADIENT: ranks, OPTIMIZER: ranks}
 
 
 class Bucket:
