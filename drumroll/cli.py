@@ -99,22 +99,38 @@ def evaluate(
     pipeline.evaluate_model(run, json)
 
 
-@app.command(epilog="Example: drumroll verify fsdp2 --ranks 2\n\nYour own: drumroll verify my_backend.py:PLUGIN --model ./my-model")
+@app.command(
+    epilog="Example: drumroll verify fsdp2 --ranks 2\n\nYour own: drumroll verify my_backend.py:PLUGIN --model ./my-model\n\n"
+    "All: drumroll verify --all --html verified.html\n\nA run to come: drumroll verify --config recipe.yaml"
+)
 def verify(
-    backend: Annotated[str, typer.Argument(help="Backend name, or file.py:Class / module:Class of your own.", show_default=False)],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
+    backend: Annotated[
+        str | None, typer.Argument(help="Backend name, or file.py:Class / module:Class of your own.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every backend of the package.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="What this recipe would run: its model, backend, dtype, optimizer, checkpointing, ranks.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: 2, or the recipe's.", show_default=False)] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(help="A folder, a hub id or builtin:NAME; may be given several times. Default: small models made in code."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    only: Annotated[str, typer.Option(help="Only the variants with this text in their name.", show_default=False)] = "",
     json: Json = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the matrix and every cell as a page to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the matrix and the worst values as Markdown to this file.")] = None,
 ) -> None:
-    """Compare a training backend with `single`, the executable specification."""
-    from drumroll.verify import suite
+    """Compare training backends with `single`, the executable specification."""
+    from drumroll.verify import command
 
-    if not suite.run(backend, ranks=ranks, models=tuple(model or ()), dtype=dtype, device=device, json=json):
+    outputs = command.Outputs(json=json, html=html, markdown=markdown)
+    passed = command.run(
+        backend, every=every, recipe=config, ranks=ranks, models=tuple(model or ()), dtype=dtype, device=device, only=only, outputs=outputs
+    )
+    if not passed:
         raise typer.Exit(1)
 
 

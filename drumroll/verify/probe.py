@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from drumroll import plugins
-from drumroll.backends.base import Backend, BackendPlugin, Checkpointing, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
 from drumroll.packing import collate, denominators
@@ -27,7 +27,6 @@ from drumroll.verify.batches import LEARNING_RATES, STEPS, WHOLE, Loss, Split
 from drumroll.verify.reference import Observer, differing, fingerprints
 from drumroll.verify.subjects import Subject
 
-TEMPERATURE = 0.7
 FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # see Observer
 SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
 FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
@@ -39,15 +38,18 @@ class Case:
     """One run of a scenario."""
 
     subject: Subject
-    options: dict[str, Any]  # of the backend
-    dtype: torch.dtype  # compute dtype
+    options: Mapping[str, Any]  # of the backend
+    model: ModelSpec
     optim: OptimSpec
     split: Split
-    reference: Path  # where the specification's groups of this subject lie
+    reference: Path  # where the specification's groups of this subject and this mathematics lie
     scratch: Path  # for checkpoints of this run
     writes: bool = False  # this is the specification
-    trainable: tuple[str, ...] = ()
-    checkpointing: Checkpointing = "none"  # activation checkpointing
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self.model.compute_dtype
 
 
 @dataclass(slots=True)
@@ -179,8 +181,7 @@ class Probe:
 
     def skip(self, case: Case) -> Report:
         """A good step, one with a NaN on the last rank, and a good one."""
-        kind = "some" if case.trainable else "all"
-        report = Report(_observer(case, f"skip-{kind}"))
+        report = Report(_observer(case, "skip"))
         seen = report.observer
         backend = self._start(case, case.optim)
         report.steps += self._steps(case, backend, seen, range(1), gradients="gradients")
@@ -211,18 +212,11 @@ class Probe:
         """Every scenario has closed its own backend."""
 
     def _start(self, case: Case, optim: OptimSpec | None) -> Backend:
-        spec = ModelSpec(
-            case.subject.path,
-            compute_dtype=case.dtype,
-            temperature=TEMPERATURE,
-            trainable=case.trainable,
-            checkpointing=case.checkpointing,
-        )
         gc.collect()
         gc.freeze()  # what is there now is not looked through again: half of the suite's time went into that
         try:
             backend = self._plugin(self._plugin.Config(**case.options))
-            backend.setup(self._ctx, spec, optim)
+            backend.setup(self._ctx, case.model, optim)
         except UserError:
             raise  # this backend cannot run here at all, and says why
         except Exception as error:
@@ -300,6 +294,9 @@ class Probe:
             for dtype, expected in ((torch.float32, report.exported), (torch.bfloat16, cast)):
                 wrong = differing(backend.digests(dtype), expected)
                 seen.note("digests", len(wrong), _some(f"not those of the exported weights in {dtype}", wrong))
+
+
+Scenario = Callable[[Probe, Case], Report]
 
 
 def _observer(case: Case, folder: str) -> Observer:

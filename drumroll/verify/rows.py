@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from drumroll.backends.base import StepResult
-from drumroll.backends.state import MODEL, OPTIMIZER
+from drumroll import plugins
+from drumroll.backends import state
+from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, StepResult
 from drumroll.observe.checks import CheckRow
 from drumroll.types import Stat
 from drumroll.verify.probe import FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, Case, Report
-from drumroll.verify.reference import Deviation, distance
+from drumroll.verify.reference import Deviation, differing, distance
 
 # (float32, bfloat16). Relative to the largest absolute value of a tensor, or to a number's own size. What is not listed must be exact: 0.
 _NUMBERS = (1e-5, 2e-2)
@@ -59,8 +60,12 @@ _NOISE_OF = {
     "gradient norm": "gradients of later steps",
     "skip: gradient norms": "skip: next gradients",
 }
+BIT_EQUAL = f"bits that differ from {plugins.SPECIFICATION_BACKEND}"
+BYTES_PER_PARAMETER, BYTES_BY_FORMULA = "memory: bytes a parameter", "memory: bytes a parameter, formula"
+FORMULA_BOUND = 0.02
+NOT_APPLICABLE = "not applicable"
 WHERE = "where"  # key of a failed row's options: rank, step and tensor, or the first line of an error
-_BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}  # of an element that trains, in float32, over all ranks together
+_BYTES: dict[Kind, int] = {PARAMETER: 4, GRADIENT: 4, OPTIMIZER: 8}  # of an element that trains, in float32, over all ranks together
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +74,7 @@ class Labels:
 
     backend: str
     ranks: int
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     dtype: torch.dtype
     noise: dict[str, float] = field(default_factory=dict)  # check -> distance of the specification from itself, where it was measured
 
@@ -84,12 +89,25 @@ class Labels:
         """A row for the share of something that must all be there."""
         return self._row(check, value, 1.0, value >= 1.0, "")
 
+    def at_most(self, check: str, value: float, bound: float, where: str) -> CheckRow:
+        """A row with a bound of its own."""
+        return self._row(check, value, bound, value <= bound, where)
+
+    def measured(self, check: str, value: float) -> CheckRow:
+        """A row that only reports."""
+        return self._row(check, value, None, True, "")
+
+    def not_applicable(self, why: str) -> CheckRow:
+        """A row for what the backend says that it does not do."""
+        row = self._row(NOT_APPLICABLE, 0.0, None, True, "")
+        return replace(row, options={**self.options, WHERE: why})
+
     def failed(self, check: str, error: str) -> CheckRow:
         """A row for what could not be measured."""
         return self._row(check, math.nan, None, False, error)
 
     def _row(self, check: str, value: float, bound: float | None, passed: bool, where: str) -> CheckRow:
-        options = self.options if passed or not where else {**self.options, WHERE: where}
+        options = dict(self.options) if passed or not where else {**self.options, WHERE: where}
         return CheckRow(
             check=check, backend=self.backend, options=options, ranks=self.ranks, value=float(value), tolerance=bound, passed=passed
         )
@@ -136,16 +154,51 @@ def agreeing(labels: Labels, reports: Sequence[Report]) -> CheckRow:
     return labels.row("ranks agree", len(wrong), f"ranks {wrong} got other norms or weights than rank 0")
 
 
-def memory(labels: Labels, reports: Sequence[Report], case: Case) -> list[CheckRow]:
+def bit_equal(labels: Labels, reports: Sequence[Report], expected: Report) -> CheckRow:
+    """How many weights and norms of one rank differ from the specification's in any bit, after three steps. Reported, not required."""
+    (report,) = reports
+    weights = differing(report.exported, expected.exported)
+    norms = sum(mine.result != theirs.result for mine, theirs in zip(report.steps, expected.steps, strict=True))
+    return labels.measured(BIT_EQUAL, len(weights) + norms)
+
+
+def memory(labels: Labels, reports: Sequence[Report], case: Case, divisors: Mapping[Kind, int] | None) -> list[CheckRow]:
     """Float32 storage of everything, by the backend's own account, and that account against the tensors that are there."""
+    shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable) for kind in _BYTES}
     rows = []
     for kind, size in _BYTES.items():
         held = sum(report.memory.get(kind, 0) for report in reports)
-        rows.append(labels.at_least_one(f"memory: {kind}", held / (size * case.subject.parameters)))
+        rows.append(labels.at_least_one(f"memory: {kind}", held / (size * _elements(shapes[kind]))))
     off = [abs(sum(report.memory.values()) / report.live_bytes - 1.0) if report.live_bytes > 0 else math.inf for report in reports]
     worst = max(range(len(off)), key=off.__getitem__)
     told = f"rank {worst} says {reports[worst].memory}; its tensors take {reports[worst].live_bytes} bytes"
-    return [*rows, labels.row("memory: all tensors", off[worst], told)]
+    rows.append(labels.row("memory: all tensors", off[worst], told))
+    return rows if divisors is None else [*rows, *_by_formula(labels, reports, shapes, divisors)]
+
+
+def _by_formula(
+    labels: Labels, reports: Sequence[Report], shapes: Mapping[Kind, list[tuple[int, ...]]], divisors: Mapping[Kind, int]
+) -> Iterator[CheckRow]:
+    """Persistent bytes of the rank that has most, against the formulas of ZeRO (Rajbhandari et al. 2020, section 3).
+
+    A kind that is cut over n ranks takes 1/n of its bytes, and what it takes to fill the rows of every tensor up to a multiple of n.
+    """
+    most, wanted, filled = dict[Kind, int](), dict[Kind, float](), dict[Kind, float]()
+    for kind, size in _BYTES.items():
+        parts = divisors[kind]
+        most[kind] = max(report.memory.get(kind, 0) for report in reports)
+        wanted[kind] = size * _elements(shapes[kind]) / parts
+        filled[kind] = size * sum(-(-shape[0] // parts) * math.prod(shape[1:]) for shape in shapes[kind])
+    for kind, parts in ((kind, divisors[kind]) for kind in _BYTES):
+        told = f"{most[kind]} bytes, expected {wanted[kind]:.0f} (1/{parts} of it all), {filled[kind]:.0f} with whole rows"
+        bound = FORMULA_BOUND + filled[kind] / wanted[kind] - 1.0
+        yield labels.at_most(f"memory: {kind} beyond 1/{parts}", most[kind] / wanted[kind] - 1.0, bound, told)
+    yield labels.measured(BYTES_PER_PARAMETER, sum(most.values()) / _elements(shapes[PARAMETER]))
+    yield labels.measured(BYTES_BY_FORMULA, sum(wanted.values()) / _elements(shapes[PARAMETER]))
+
+
+def _elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[CheckRow]:
@@ -160,8 +213,8 @@ def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[Ch
     changed = [name for name in saved if name not in again or not torch.equal(saved[name], again[name])]
     return [
         labels.row("names saved", len(wrong), f"missing or unexpected: {wrong[:3]}"),
-        labels.row("weights in the files", *_furthest(saved, expected, MODEL, case)),
-        labels.row("moments in the files", *_furthest(saved, expected, OPTIMIZER, case)),
+        labels.row("weights in the files", *_furthest(saved, expected, state.MODEL, case)),
+        labels.row("moments in the files", *_furthest(saved, expected, state.OPTIMIZER, case)),
         labels.row("state as restored", len(changed), f"saved again after loading, these differ: {changed[:3]}"),
         agreeing(labels, reports),
     ]
@@ -180,7 +233,7 @@ def _furthest(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 
 
 def _kind(name: str) -> str:
-    return name.rpartition(".")[2] if name.startswith(OPTIMIZER) else MODEL
+    return name.rpartition(".")[2] if name.startswith(state.OPTIMIZER) else state.MODEL
 
 
 def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:

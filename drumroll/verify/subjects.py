@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,12 @@ class Subject:
     vocab: int
     tied: bool  # head and input embedding are one parameter
     embedding: str  # HF name of the input embedding
-    parameters: int  # elements, ties counted once
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]]  # of every parameter, by its HF names: a tied one has several
+
+    def trained(self, patterns: Sequence[str]) -> list[tuple[int, ...]]:
+        """Shapes of the parameters that train, as `ModelSpec.trainable` says it."""
+        chosen = [shape for names, shape in self.shapes.items() if any(re.search(p, name) for p in patterns for name in names)]
+        return chosen if patterns else list(self.shapes.values())
 
 
 def builtin(folder: Path) -> list[Subject]:
@@ -72,7 +78,7 @@ def describe(name: str, folder: Path) -> Subject:
         vocab=len(embedding),
         tied=scorer.tied,
         embedding=names[embedding][0],
-        parameters=sum(parameter.numel() for parameter in names),
+        shapes={tuple(aliases): tuple(parameter.shape) for parameter, aliases in names.items()},
     )
 
 
