@@ -24,7 +24,7 @@ from drumroll.models.scorer import Scorer
 from drumroll.models.stream import Held
 
 DIGESTS = f"{BASE}digests"  # names in a checkpoint
-SCALES = f"{BASE}scales"
+SCALE = f"{BASE}scale"
 
 
 class Adapters:
@@ -34,6 +34,7 @@ class Adapters:
         """Fills A and B: from `spec.start`, else by their names and `spec.seed`. Raises UserError for a folder that does not fit."""
         self._hf = scorer.hf
         self._placement = placement
+        self.scale = spec.alpha / spec.rank  # of every adapter
         self._adapters = {adapter.weight: adapter for adapter in lora.adapters(scorer.hf)}
         named = {scorer.hf_name(name): parameter for name, parameter in scorer.named_parameters()}
         self._matrices = {name: named[name] for adapter in self._adapters.values() for name in (adapter.a, adapter.b)}
@@ -53,10 +54,6 @@ class Adapters:
     def weights(self) -> Collection[str]:
         """HF names of the weights that are adapted."""
         return self._adapters.keys()
-
-    @property
-    def scales(self) -> list[float]:
-        return [adapter.scale for adapter in self._adapters.values()]
 
     @property
     def kept(self) -> list[torch.Tensor]:
@@ -108,18 +105,17 @@ def check_base(directory: Path, names: Sequence[str], saved: Mapping[str, torch.
 
     `names`: of the weights below them, in the order of their digests; `saved` and `here`: see `TorchBackend._base`.
     """
-    for key, tensor in here.items():
-        different = (tensor != saved[key]).nonzero().flatten().tolist()
-        if different and key == DIGESTS:
-            raise RunError(
-                f"{directory}: its adapters belong to another model: {len(different)} of {len(names)} weights differ, first "
-                f"{names[different[0]]}; load it with the model.path and model.lora.base_dtype that it was saved with"
-            )
-        if different:
-            raise RunError(
-                f"{directory}: its adapters are scaled by {float(saved[key][different[0]]):g}, these by {float(tensor[different[0]]):g}: "
-                "set model.lora.alpha to what it was"
-            )
+    different = (saved[DIGESTS] != here[DIGESTS]).nonzero().flatten().tolist()
+    if different:
+        raise RunError(
+            f"{directory}: its adapters belong to another model: {len(different)} of {len(names)} weights differ, first "
+            f"{names[different[0]]}; load it with the model.path and model.lora.base_dtype that it was saved with"
+        )
+    if saved[SCALE] != here[SCALE]:
+        raise RunError(
+            f"{directory}: its adapters are scaled by {float(saved[SCALE]):g}, these by {float(here[SCALE]):g}: "
+            "set model.lora.alpha to what it was"
+        )
 
 
 def _merge(weight: Held, adapter: Adapter, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

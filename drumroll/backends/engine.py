@@ -17,7 +17,7 @@ from torch import nn
 
 from drumroll.backends import clip, state
 from drumroll.backends import optim as optimizers
-from drumroll.backends.adapters import DIGESTS, SCALES, Adapters, check_base
+from drumroll.backends.adapters import DIGESTS, SCALE, Adapters, check_base
 from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.placement import Placement
@@ -239,15 +239,14 @@ class TorchBackend:
         return tensors
 
     def _base(self) -> dict[str, torch.Tensor]:
-        """Name in a checkpoint -> what adapters were trained on: a digest of every weight below them as it is stored, and their scales."""
+        """Name in a checkpoint -> what adapters were trained on: a digest of every weight below them as it is stored, and their scale."""
         if self._lora is None:
             return {}
         if self._base_digests is None:  # it never changes
             parts = [self._digest(self._weights[name], None, self._weights[name].dtype) for name in sorted(self._weights)]
             self._base_digests = self._add_up(parts)
         signed = [part - (1 << 64) if part >= 1 << 63 else part for part in self._base_digests]
-        scales = torch.tensor(self._lora.scales, dtype=torch.float64)
-        return {DIGESTS: torch.tensor(signed), SCALES: scales}
+        return {DIGESTS: torch.tensor(signed), SCALE: torch.tensor(self._lora.scale, dtype=torch.float64)}
 
     def _check_base(self, directory: Path) -> None:
         if self._lora is not None:

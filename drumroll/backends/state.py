@@ -1,7 +1,7 @@
 """Training state through torch.distributed.checkpoint, with the names compared: what was saved is what is restored.
 
 Names: `model.<HF name>`, `optimizer.<HF name>.exp_avg`, `optimizer.<HF name>.exp_avg_sq`, `optimizer.step`. Of a model with adapters
-these alone are saved; what they were trained on is known by `base.digests` and `base.scales`. DCP itself restores what the template asks
+these alone are saved; what they were trained on is known by `base.digests` and `base.scale`. DCP itself restores what the template asks
 for and is silent about the rest of a checkpoint.
 """
 
