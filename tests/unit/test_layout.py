@@ -1,12 +1,13 @@
 """Rows and packed rows: samples are isolated, padding changes nothing, fill-ins touch everything. Failure cases 19, 20 and 27."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from drumroll.models.layout import choose, lay_out
+from drumroll.models.layout import choose, cut, lay_out
 from drumroll.packing import collate
 from drumroll.types import TrainSample
 from tests import scorer_models as models
@@ -105,3 +106,37 @@ def test_gradients_equal_each_sample_alone(folder: Path, layout: str) -> None:
     models.alone(reference, batch, temperature=0.7).sum().backward()
     for (name, got), want in zip(scorer.hf.named_parameters(), reference.parameters(), strict=True):
         assert (got.grad - want.grad).norm() <= 1e-5 * want.grad.norm() + 1e-7, name
+
+
+def test_slices_by_hand() -> None:
+    """Ten inputs over three ranks: slices of four, the last two tokens of which are filling with positions of its own."""
+    micro = collate([_sample([5, 6, 7, 8], [2, 3]), _sample([4], []), _sample([9, 10, 11, 12, 13, 14, 15, 16], [1, 5, 7])])
+    slices = [cut(micro, rank, 3, torch.device("cpu")) for rank in range(3)]
+    assert [part.laid.input_ids_BL.tolist() for part in slices] == [[[5, 6, 7, 9]], [[10, 11, 12, 13]], [[14, 15, 0, 0]]]
+    assert [part.laid.position_ids_BL.tolist() for part in slices] == [[[0, 1, 2, 0]], [[1, 2, 3, 4]], [[5, 6, 0, 1]]]
+    assert [part.laid.index_N.tolist() for part in slices] == [[1, 2, 3], [3], [1]]
+    assert [part.laid.targets_N.tolist() for part in slices] == [[7, 8, 10], [14], [16]]
+    assert all(part.lengths == [3, 7, 2] and part.targets == [3, 1, 1] for part in slices)
+
+
+@pytest.mark.parametrize("batch", [[], [_sample([5, 6, 7], [])]], ids=["no sample", "no target"])
+def test_without_a_target_a_slice_is_one_token_of_filling(batch: list[TrainSample]) -> None:
+    for rank in range(3):
+        part = cut(collate(batch), rank, 3, torch.device("cpu"))
+        assert part.laid.input_ids_BL.shape == part.laid.position_ids_BL.shape == (1, 1)
+        assert (part.lengths, part.targets, part.laid.index_N.tolist()) == ([3], [0, 0, 0], [])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 40])
+def test_slices_put_together_are_the_packed_row(ranks: int) -> None:
+    micro = collate(models.samples((7, 12, 3, 9, 2)))
+    whole, slices = lay_out(micro, "packed"), [cut(micro, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    tokens = whole.input_ids_BL.shape[1]
+
+    for field in (attrgetter("input_ids_BL"), attrgetter("position_ids_BL")):
+        assert torch.equal(torch.cat([field(part.laid) for part in slices], dim=1)[:, :tokens], field(whole))
+    length = slices[0].laid.input_ids_BL.shape[1]
+    assert length == -(-tokens // ranks)
+    assert torch.equal(torch.cat([part.laid.index_N + rank * length for rank, part in enumerate(slices)]), whole.index_N)
+    assert torch.equal(torch.cat([part.laid.targets_N for part in slices]), whole.targets_N)
+    assert all(sum(part.lengths) == ranks * length and sum(part.targets) == len(whole.targets_N) for part in slices)

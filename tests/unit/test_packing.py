@@ -51,6 +51,25 @@ def test_ranks_differ_by_at_most_one_row_in_every_pass(lengths: list[int], ranks
         assert max(rows) - min(rows) <= 1
 
 
+@given(LENGTHS, st.integers(1, 3), st.integers(2, 4), CAPS)
+def test_ranks_that_share_hold_the_cap_together(lengths: list[int], groups: int, sharing: int, cap: int) -> None:
+    plan = pack(lengths, groups * sharing, cap, sharing)
+    assert sorted(index for rank in plan for micro in rank for index in micro) == list(range(len(lengths)))
+    assert len(plan) == groups * sharing
+    assert len({len(micros) for micros in plan}) == 1
+    for first in range(0, groups * sharing, sharing):
+        for micros in zip(*plan[first : first + sharing], strict=True):
+            together = [index for micro in micros for index in micro]
+            assert padded_cost(together, lengths) <= sharing * cap or len(together) == 1
+            assert max(map(len, micros)) - min(map(len, micros)) <= 1
+
+
+def test_a_sequence_that_one_rank_could_not_hold_is_alone_with_its_group() -> None:
+    assert pack([90, 80], 4, cap=50, sharing=2) == [[[0]], [[]], [[1]], [[]]]
+    with pytest.raises(ValueError, match="a divisor of ranks=4, got sharing=3"):
+        pack([1], 4, 50, sharing=3)
+
+
 @given(LENGTHS, CAPS)
 def test_the_cut_costs_least(lengths: list[int], cap: int) -> None:
     """Against the plain recurrence, and never more than cutting greedily."""
