@@ -137,6 +137,7 @@ class Fsdp1Placement:
 
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         """Unit by unit: a rank never holds more than its shards and one unit whole."""
+        _refuse_two_dtypes(scorer)
         self._rows = Rows(init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",)))
         self.averaged_over = ctx.world_size
         self.shard_group: dist.ProcessGroup | None = self._rows.group
@@ -307,6 +308,15 @@ def _forget_views(unit: FlatParamHandle) -> None:
     would outlive `close`: it holds them, and their graph holds it, where Python's garbage collector does not look."""
     flat = unit.flat_param
     flat._tensors = [None] * flat._num_params
+
+
+def _refuse_two_dtypes(scorer: Scorer) -> None:
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in scorer.parameters()})
+    if len(dtypes) > 1:
+        raise UserError(
+            f"backend.name=fsdp1: parameters are stored in {' and '.join(dtypes)}, expected one dtype, that of a unit's flat tensor; "
+            "set model.lora.base_dtype=float32, or use fsdp2"
+        )
 
 
 def _refuse_ties_in_blocks(ties: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:

@@ -24,15 +24,15 @@ LR = 3e-4
 MODELS = ("llama-untied", "llama-tied", "qwen3-untied", "qwen3-tied")
 
 
-def write_model(folder: Path, family: str, tied: bool, vocab: int = 67, hidden: int = 32) -> Path:
-    """A two-layer model with random weights; the vocabulary does not divide by the ranks."""
+def write_model(folder: Path, family: str, tied: bool, vocab: int = 67, hidden: int = 32, layers: int = 2) -> Path:
+    """A small model with random weights; the vocabulary does not divide by the ranks."""
     torch.manual_seed(7)
     make: dict[str, Callable[..., Any]] = {
         "llama": lambda **fields: LlamaForCausalLM(LlamaConfig(**fields)),
         "qwen3": lambda **fields: Qwen3ForCausalLM(Qwen3Config(**fields)),
     }
     model = make[family](
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden + 2, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden + 2, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1,
     )  # fmt: skip
     model.save_pretrained(folder)
