@@ -17,7 +17,7 @@ from drumroll.models.stream import tensor_files
 
 # Keys that a resumed run may change without any effect on its numbers,
 FREE = ("run_dir", "checkpoint", "record", "eval", "runtime.timeout_s", "optim.max_skips")
-# and those that change where and how it computes: the same samples in the same order, but other rounding.
+# and those that change where and how it computes: the same prompts and seeds, but other rounding (and, by a schedule, learning rates).
 ELASTIC = (
     "runtime",
     "backend",
@@ -45,6 +45,8 @@ def compare_configs(saved: RunConfig, now: RunConfig) -> ConfigDifferences:
     if saved.optim.schedule == "constant":
         keys = [key for key in keys if key != "max_steps"]  # the learning rate does not depend on it
     words = {key: f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}" for key in keys}
+    if "max_steps" in words:
+        words["max_steps"] += f" (optim.schedule={saved.optim.schedule} is laid over them)"
     elastic = {key for key in keys if _below(key, ELASTIC)}
     return ConfigDifferences([words[key] for key in keys if key not in elastic], [words[key] for key in keys if key in elastic])
 

@@ -10,6 +10,8 @@ from drumroll.config import CheckpointConfig, RunConfig
 from drumroll.errors import UserError
 from drumroll.observe.metrics import EvalRecord, StepRecord
 
+_NUMBERS = ("int", "float", "dict")  # annotations of the fields that are metrics
+
 
 def kept(steps: Mapping[int, Mapping[str, float]], config: CheckpointConfig) -> set[int]:
     """The steps that stay. `steps`: step of each valid checkpoint -> its metrics; of several best ones the latest counts."""
@@ -40,7 +42,7 @@ def check_metric(config: RunConfig) -> None:
     prefixes: dict[str, type[StepRecord] | type[EvalRecord]] = {config.pipeline: StepRecord}
     if config.data.eval is not None:
         prefixes["eval"] = EvalRecord
-    known = [f"{prefix}/{f.name}" for prefix, record in prefixes.items() for f in fields(record) if "str" not in str(f.type).split("|")[0]]
+    known = [f"{prefix}/{f.name}" for prefix, record in prefixes.items() for f in fields(record) if str(f.type).startswith(_NUMBERS)]
     if "/".join(wanted.split("/")[:2]) not in known:
         near = get_close_matches(wanted, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -17,6 +17,13 @@ from drumroll.checkpoint.driver import check_names
 Generators = dict[str, np.ndarray]
 
 
+def seed(value: int) -> None:
+    """Start them all from `value`, any integer."""
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value % 2**63)  # the GPU's too
+
+
 def capture() -> Generators:
     """Their states, as arrays."""
     version, words, gauss = random.getstate()

@@ -44,8 +44,8 @@ class Resumed:
             lines.append("contract: exact (same ranks, backend, options, versions): what follows is bit-equal to a run that never stopped")
         else:
             lines.append(
-                "contract: elastic; parameters and moments are bit-equal after loading, prompts and seeds stay the same, and what follows "
-                f"differs by rounding, because of: {'; '.join(self.differences)}"
+                "contract: elastic: parameters and moments are bit-equal after loading, prompts and seeds stay the same; "
+                f"the numbers that follow differ, because of {'; '.join(self.differences)}"
             )
         return "\n".join(lines)
 

@@ -93,6 +93,7 @@ class Session:
     def begin(self, policy: Policy, stream: Stream) -> int:
         """The first step to do. A resumed run stands afterwards where its checkpoint stood: ranks, data, records."""
         if self.resumed is None:
+            rng.seed(self.config.seed)  # for a user's rewards: nothing of ours draws from them
             return 1
         checkpoint, state = self.resumed.checkpoint, self.resumed.state
         policy.restore(checkpoint, state, generators=self.resumed.exact)

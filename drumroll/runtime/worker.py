@@ -61,6 +61,7 @@ class Worker:
         self._transport: Transport = plugins.load("sync", "inprocess")()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drumroll-commit")
         self._saving: Future[None] | None = None
+        rng.seed(spec.config.seed + ctx.rank)
 
     def _backend(self, model: ModelSpec, optim: OptimSpec | None) -> Backend:
         section = self._spec.config.backend
