@@ -181,9 +181,6 @@ COMPUTING = {
 }
 
 
-COMPILED = {"compiled": {"compile": True, "checkpointing": "full"}}
-
-
 def three_steps(rank: int, ranks: int, name: str, options: dict[str, Any], folders: list[Path], computing: Any) -> dict[Any, Trained]:
     samples, found = make_samples(), {}
     for how, fields in computing.items():
@@ -198,17 +195,16 @@ def three_steps(rank: int, ranks: int, name: str, options: dict[str, Any], folde
     ("ranks", "options", "computing"),
     [
         (2, {}, COMPUTING),
-        (2, {}, COMPILED),
         (4, {}, {"plain": {}}),
         (4, {"replicas": 2}, {"checkpointing: full": {"checkpointing": "full"}}),
         (2, {"grad_sync": "last", "reshard_after_forward": False, "embeddings": "apart"}, {"plain": {}}),
         (2, {"offload": True}, {"plain": {}}),
     ],
-    ids=["recomputed, tiled, frozen", "compiled", "two groups", "two replicas", "kept apart", "off-loaded"],
+    ids=["recomputed, tiled, frozen", "two groups", "two replicas", "kept apart", "off-loaded"],
 )
 def test_three_steps_equal_one_process(ranks: int, options: dict[str, Any], computing: Any, folders: dict[str, Path]) -> None:
     """With whatever else changes how a block computes: what is recomputed exchanges again, in the same order on all ranks."""
-    chosen = [folders["llama 4/1"], folders["qwen3 12/3 tied"]][: 1 if computing is COMPILED else 2]  # compiling takes its time
+    chosen = [folders["llama 4/1"], folders["qwen3 12/3 tied"]]
     (expected,) = run_ranks(three_steps, 1, "single", {}, chosen, computing)
     for found in run_ranks(three_steps, ranks, "fsdp2", options | {"sequence_ranks": 2}, chosen, computing, timeout=200.0):
         for key, theirs in expected.items():
@@ -218,6 +214,20 @@ def test_three_steps_equal_one_process(ranks: int, options: dict[str, Any], comp
             assert max(relative(mine.weights[name], theirs.weights[name]) for name in theirs.weights) < TOLERANCE, key
             for one, other in zip(mine.results, theirs.results, strict=True):
                 assert one.grad_norm == pytest.approx(other.grad_norm, rel=TOLERANCE)
+
+
+def one_gradient(rank: int, ranks: int, name: str, options: dict[str, Any], folder: Path, compiled: bool) -> dict[str, torch.Tensor]:
+    samples = make_samples()
+    backend = runs.start(rank, ranks, name, options, ModelSpec(str(folder), compile=compiled), OptimSpec())
+    backend.forward_backward(collate(samples[rank::ranks]), sft_loss, denominators(samples), last=True)
+    return dict(backend.gradients())
+
+
+def test_compiled_blocks(folders: dict[str, Path]) -> None:
+    """Blocks are compiled around the exchanges."""
+    (expected,) = run_ranks(one_gradient, 1, "single", {}, folders["llama 4/1"], False)
+    for found in run_ranks(one_gradient, 2, "fsdp2", {"sequence_ranks": 2}, folders["llama 4/1"], True, timeout=240.0):
+        assert max(relative(found[name], expected[name]) for name in expected) < TOLERANCE
 
 
 def isolation(rank: int, ranks: int, folder: Path) -> list[list[torch.Tensor]]:
