@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drumroll.backends.base import LoraSpec, NamedTensor
+from drumroll.backends.base import LoraSpec
 from drumroll.backends.placement import Placement
 from drumroll.backends.state import BASE
 from drumroll.errors import RunError
@@ -66,21 +66,13 @@ class Adapters:
         here = [self._adapters[name] for name in weights if name in self._adapters]
         if not here:
             return {}
-        wholes = dict(self._wholes([name for adapter in here for name in (adapter.a, adapter.b)]))
+        matrices = {name: self._matrices[name] for adapter in here for name in (adapter.a, adapter.b)}
+        parts = [self._placement.held(parameter).local for parameter in matrices.values()]
+        wholes = dict(zip(matrices, self._placement.whole(list(matrices.values()), parts), strict=True))
         return {
             adapter.weight: _merge(self._placement.held(weights[adapter.weight]), adapter, wholes[adapter.a], wholes[adapter.b])
             for adapter in here
         }
-
-    def tensors(self) -> Iterator[NamedTensor]:
-        """(Name, whole) of every A and B, a layer at a time. Collective."""
-        for adapter in self._adapters.values():
-            yield from self._wholes([adapter.a, adapter.b])
-
-    def _wholes(self, names: list[str]) -> list[NamedTensor]:
-        matrices = [self._matrices[name] for name in names]
-        parts = [self._placement.held(parameter).local for parameter in matrices]
-        return list(zip(names, self._placement.whole(matrices, parts), strict=True))
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:

@@ -138,15 +138,13 @@ class Backend(Protocol):
     def step(self, lr: float) -> StepResult:
         """Clip by the global norm, optimizer step, zero the gradients; on a non-finite norm skip on all ranks together."""
 
-    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         """Buckets of (HF name, full tensor in `dtype`), each name once, tied names once; at most one bucket unsharded at a time.
 
-        Adapters are merged in, in float32, before the cast. `trained_only`: those alone that training changes. Collective. A tensor may be
-        a live parameter: read it, and before the next verb.
+        Adapters are merged in, in float32, before the cast; `apart`: they come under names of their own, as in a PEFT file without its
+        prefix, and the weights below them as they are. `trained_only`: what training changes, and nothing else. Collective. A tensor may
+        be a live parameter: read it, and before the next verb.
         """
-
-    def adapter(self) -> Iterator[NamedTensor]:
-        """(Name as in a PEFT file without its prefix, full float32 tensor) of every A and B. Collective. Nothing without adapters."""
 
     def reference(self) -> AbstractContextManager[None]:
         """Within, `logprobs` are those of the model that training began with: adapters are switched off, or as they were loaded.
@@ -160,10 +158,10 @@ class Backend(Protocol):
         Collective; for verification.
         """
 
-    def digests(self, dtype: torch.dtype) -> dict[str, int]:
-        """HF name -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`, from shards: nothing but adapters is gathered.
+    def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
+        """Name of each of the `weights` -> additive digest (`drumroll.digest`) of the tensor cast to `dtype`. Collective.
 
-        Collective.
+        From shards: nothing is gathered but adapters, where they are merged.
         """
 
     def save(self, directory: Path) -> None:

@@ -148,30 +148,27 @@ class TorchBackend:
             )
         return gradients
 
-    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         self._sleeper.require("weights", (PARAMETER,))
-        for names in self._buckets(dtype, trained_only):
-            yield self._full(names, dtype)  # no name for it here: the bucket dies with its user's last reference, before the next is made
+        for names in self._buckets(dtype, trained_only, apart):
+            yield self._full(names, dtype, apart)  # no name for it here: a bucket dies with its user's last reference, before the next
 
-    def _buckets(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[str]]:
-        """Names of the model's weights."""
-        adapted = self._lora.weights if self._lora is not None else ()
-        wanted = {n: p for n, p in self._weights.items() if not trained_only or p.requires_grad or n in adapted}
+    def _buckets(self, dtype: torch.dtype, trained_only: bool, apart: bool) -> Iterator[list[str]]:
+        """Names of the model's weights; `apart`: and of its adapters."""
+        named = self._parameters if apart else self._weights
+        changing = () if apart or self._lora is None else self._lora.weights
+        wanted = {n: p for n, p in named.items() if not trained_only or p.requires_grad or n in changing}
         return _buckets({name: self._placement.held(parameter).shape.numel() * dtype.itemsize for name, parameter in wanted.items()})
 
-    def _full(self, names: list[str], dtype: torch.dtype) -> list[NamedTensor]:
-        weights = {name: self._weights[name] for name in names}
-        merged = self._merged(weights)
+    def _full(self, names: list[str], dtype: torch.dtype, apart: bool) -> list[NamedTensor]:
+        weights = {name: self._parameters[name] for name in names}
+        merged = self._merged(weights, apart)
         parts = [merged.get(name, self._placement.held(parameter).local).to(dtype) for name, parameter in weights.items()]
         return list(zip(names, self._placement.whole(list(weights.values()), parts), strict=True))
 
-    def _merged(self, weights: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Of those that are adapted: what this rank holds of them, with the adapter in it."""
-        return self._lora.merged(weights) if self._lora is not None else {}
-
-    def adapter(self) -> Iterator[NamedTensor]:
-        self._sleeper.require("adapter", (PARAMETER,))
-        return self._lora.tensors() if self._lora is not None else iter(())
+    def _merged(self, weights: Mapping[str, nn.Parameter], apart: bool) -> dict[str, torch.Tensor]:
+        """Of those that are adapted, and not to be sent apart from it: what this rank holds of them, with the adapter in it."""
+        return {} if apart or self._lora is None else self._lora.merged(weights)
 
     def reference(self) -> AbstractContextManager[None]:
         if self._lora is None:
@@ -183,13 +180,13 @@ class TorchBackend:
         for name, gradient in self._gradients().items():
             yield name, self._placement.gather([self._trainable[name]], [clip.local_part(gradient)])[0]
 
-    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+    def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
         self._sleeper.require("digests", (PARAMETER,))
         parts: dict[str, int] = {}
         with torch.no_grad():
-            for names in self._buckets(dtype):
-                weights = {name: self._weights[name] for name in names}
-                merged = self._merged(weights)
+            for names in self._buckets(dtype, trained_only=False, apart=apart):
+                weights = {name: self._parameters[name] for name in names}
+                merged = self._merged(weights, apart)
                 parts |= {name: self._digest(parameter, merged.get(name), dtype) for name, parameter in weights.items()}
         return dict(zip(parts, self._add_up(list(parts.values())), strict=True))
 

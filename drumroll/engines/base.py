@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 import torch
 from pydantic import BaseModel
 
+from drumroll.backends.base import LoraSpec
 from drumroll.types import FinishReason, Stream
 
 
@@ -60,12 +61,17 @@ class EngineSpec:
     seed: int
     max_length: int  # longest prompt + response in tokens
     trust_remote_code: bool = False
+    lora: LoraSpec | None = None  # the adapters that are trained; an engine may have them too (`Engine.adapters_apart`)
 
 
 class Engine(Protocol):
     Config: ClassVar[type[BaseModel]]  # the engine's own options (`engine.<name>.*`)
 
     def __init__(self, options: BaseModel) -> None: ...
+
+    @property
+    def adapters_apart(self) -> bool:
+        """Whether the engine computes with adapters of its own beside the weights; else they must be merged into what it is sent."""
 
     def start(self, spec: EngineSpec) -> None:
         """Load the model and check itself. Raises UserError for a model it cannot sample from rightly."""

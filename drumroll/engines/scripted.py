@@ -23,6 +23,7 @@ class Config(Section):
 
 class ScriptedEngine:
     Config: ClassVar[type[BaseModel]] = Config
+    adapters_apart = False
 
     def __init__(self, options: BaseModel) -> None:
         assert isinstance(options, Config)

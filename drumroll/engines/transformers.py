@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -15,6 +16,7 @@ from pydantic import BaseModel, Field
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from drumroll.backends.base import LoraSpec
 from drumroll.config import Section
 from drumroll.engines.base import Completion, EngineSpec, GenerateRequest
 from drumroll.engines.cache import SLOT_ATTENTION, SlotCache
@@ -24,6 +26,8 @@ from drumroll.engines.self_check import check_slot_path
 from drumroll.engines.slot_loop import SlotLoop
 from drumroll.engines.weights import load_in_place, parameter_digests, refuse_not_finite, stored_bytes, vocabulary_of
 from drumroll.errors import RunError, UserError
+from drumroll.models import lora
+from drumroll.models.scorer import find_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,11 @@ class Config(Section):
     slots: int = Field(256, gt=0, description="most rows in flight")
     cache_gib: float = Field(4.0, gt=0, description="most memory of the key-value cache; bounds the rows in flight")
     prefill_tokens: int = Field(4096, gt=0, description="most tokens of one prefill, padding included (a longer prompt goes alone)")
+    adapters: Literal["merged", "apart"] = Field(
+        "merged",
+        description="LoRA: merged into the weights, so that sampling costs nothing more, but in bfloat16 small changes are rounded away; "
+        "or beside them as in training, so that a push sends adapters alone",
+    )
     loop: Literal["auto", "generate"] = Field("auto", description="auto: the slot loop where it is exact; generate: never")
 
 
@@ -44,6 +53,7 @@ class TransformersEngine:
         self._asleep = False
         self._generating = False
         self._version = 0
+        self.adapters_apart = False
 
     def start(self, spec: EngineSpec) -> None:
         """Load the model and compare the slot loop with a plain forward. Raises UserError for a model it cannot sample from rightly."""
@@ -53,6 +63,9 @@ class TransformersEngine:
         self._max_length = min(spec.max_length, positions(config))
         self._model = _load(spec, SLOT_ATTENTION if reason is None else "sdpa")
         refuse_not_finite(self._model)
+        self.adapters_apart = spec.lora is not None and self._options.adapters == "apart"
+        if spec.lora is not None and self.adapters_apart:
+            _adapt(self._model, spec.lora, spec.dtype)
         self._vocabulary = vocabulary_of(self._model)
         self._text = load_text(spec)
         self._cache: SlotCache | None = None
@@ -139,6 +152,15 @@ def _load(spec: EngineSpec, attention: str) -> PreTrainedModel:
     torch.nn.Module.to(model, spec.device)
     model.eval().requires_grad_(False)
     return model
+
+
+def _adapt(model: PreTrainedModel, spec: LoraSpec, dtype: torch.dtype) -> None:
+    """Adapters that do nothing until some are pushed, in the dtype of the computation as they are cast to when training uses them."""
+    lora.inject(model, replace(spec, base_dtype=dtype), find_blocks(model))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.zeros_like(parameter, dtype=dtype)
+    model.requires_grad_(False)
 
 
 PLUGIN = TransformersEngine

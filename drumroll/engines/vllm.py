@@ -54,6 +54,7 @@ class _Slice:
 
 class VLLMEngine:
     Config: ClassVar[type[BaseModel]] = Config
+    adapters_apart = False
 
     def __init__(self, options: BaseModel) -> None:
         assert isinstance(options, Config)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
+from drumroll.models.lora import outer_name
 
 
 def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torch.Tensor]]], partial: bool = False) -> None:
@@ -17,7 +18,7 @@ def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torc
     A tied parameter is known by its first name and may also come under its others, which then must carry the same values. Raises RunError
     for a name that is unknown, that comes twice or (unless `partial`) does not come, for a wrong shape, and for tied names that disagree.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
+    own = {outer_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     seen: dict[str, torch.Tensor] = {}  # every name that came -> the parameter it names
     loaded: dict[int, str] = {}  # id of a parameter -> the name it was loaded under
     with torch.no_grad():
@@ -35,7 +36,7 @@ def load_in_place(model: torch.nn.Module, buckets: Iterable[list[tuple[str, torc
                 parameter.copy_(tensor)
                 seen[name] = parameter
                 loaded[id(parameter)] = name
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in loaded]
+    missing = [outer_name(name) for name, parameter in model.named_parameters() if id(parameter) not in loaded]
     if missing and not partial:
         raise RunError(f"weights: {len(missing)} parameters of the sampler did not come in this push: {', '.join(missing[:5])}")
 
@@ -53,7 +54,7 @@ def refuse_not_finite(model: PreTrainedModel) -> None:
 
 def parameter_digests(model: torch.nn.Module) -> dict[str, int]:
     """HF name -> digest of every parameter, tied ones once under their first name."""
-    return {name: digest(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {outer_name(name): digest(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

@@ -81,6 +81,7 @@ class Worker:
                 seed=config.seed,
                 max_length=config.max_length,
                 trust_remote_code=model.trust_remote_code,
+                lora=model.lora,
             )
         )
         return engine
@@ -179,11 +180,11 @@ class Worker:
         """Write the policy's adapters as a PEFT folder; rank 0 writes, all ranks take part in gathering."""
         lora = model_spec(self._spec.config, self._spec.folder, self._ctx.device).lora
         assert lora is not None, "this run has no adapters"
-        tensors = self._trainer.adapter()
+        buckets = self._trainer.weights(torch.float32, trained_only=True, apart=True)
         if self._ctx.rank == 0:
-            save_adapter(self._spec.folder, out, lora, tensors)
+            save_adapter(self._spec.folder, out, lora, (named for bucket in buckets for named in bucket))
         else:
-            for _ in tensors:
+            for _ in buckets:
                 pass
 
     def memory(self) -> dict[str, int]:

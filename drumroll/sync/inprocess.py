@@ -22,9 +22,9 @@ class InProcess:
             sizes.extend(tensor.nbytes for _, tensor in bucket)
             return bucket
 
-        buckets = backend.weights(dtype, trained_only=True) if self._has_all else backend.weights(dtype)
-        engine.load_weights(map(count, buckets), version, partial=self._has_all)
-        report = compare_digests(backend.digests(dtype), engine.digests(), version, sum(sizes))
+        apart = engine.adapters_apart
+        engine.load_weights(map(count, backend.weights(dtype, self._has_all, apart)), version, partial=self._has_all)
+        report = compare_digests(backend.digests(dtype, apart), engine.digests(), version, sum(sizes))
         self._has_all = True
         return report
 

@@ -109,7 +109,7 @@ class Plain:
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def weights(self, dtype: torch.dtype, trained_only: bool = False) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         for name, parameter in self.parameters.items():
             yield [(name, parameter.detach().to(dtype))]
 
@@ -118,7 +118,7 @@ class Plain:
             assert parameter.grad is not None
             yield name, parameter.grad
 
-    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+    def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
         return {name: digest(parameter.detach().to(dtype)) for name, parameter in self.parameters.items()}
 
     def stored(self) -> dict[str, torch.Tensor]:

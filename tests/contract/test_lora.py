@@ -15,19 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from drumroll.algorithms.loss import reinforce, rl_loss, token_weights
-from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec
+from drumroll.backends.base import Backend, LoraSpec, ModelSpec, OptimSpec
 from drumroll.config import RunConfig, parse
 from drumroll.digest import digest
+from drumroll.engines.base import GenerateRequest, SamplingParams
 from drumroll.errors import RunError, UserError
 from drumroll.models.export import save_adapter
 from drumroll.packing import collate, denominators
+from drumroll.rollout.rollouter import assemble
+from drumroll.rollout.samples import from_groups
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
+from drumroll.types import Prompt
 from tests.contract import backend_runs as runs
 from tests.contract.backend_runs import Trained, relative
 from tests.engine_models import make
@@ -56,9 +61,9 @@ def lora_run(rank: int, ranks: int, name: str, options: dict[str, Any], folders:
     for model, folder in folders.items():
         backend = runs.start(rank, ranks, name, options, ModelSpec(str(folder), lora=LORA), OPTIM)
         work = runs.even_plan(samples, rank, ranks, 2)
-        facts: dict[str, Any] = {"start": dict(clones(backend.adapter())), "loaded": runs.full_weights(backend)}
+        facts: dict[str, Any] = {"start": matrices(backend), "loaded": runs.full_weights(backend)}
         facts["trained"] = runs.train(backend, work, counts)
-        facts["end"] = dict(clones(backend.adapter()))
+        facts["end"] = matrices(backend)
         with backend.reference():
             facts["reference"] = [backend.logprobs(collate(micro)).logprobs.clone() for micro in work]
         facts["after"] = [backend.logprobs(collate(micro)).logprobs.clone() for micro in work]
@@ -74,8 +79,9 @@ def lora_run(rank: int, ranks: int, name: str, options: dict[str, Any], folders:
     return found
 
 
-def clones(named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor.clone()) for name, tensor in named)
+def matrices(backend: Backend) -> dict[str, torch.Tensor]:
+    """Every A and B, whole."""
+    return {name: tensor.clone() for bucket in backend.weights(torch.float32, trained_only=True, apart=True) for name, tensor in bucket}
 
 
 @pytest.fixture(scope="module")
@@ -209,11 +215,11 @@ def test_merged_weights_are_what_peft_merges(single: dict[str, Any], folders: di
 
 def reload(rank: int, ranks: int, name: str, folder: Path, source: Path, out: Path | None) -> dict[str, Any]:
     backend = runs.start(rank, ranks, name, {}, ModelSpec(str(folder), lora=LoraSpec(rank=4, alpha=8.0, seed=99)), OPTIM)
-    different = dict(clones(backend.adapter()))
+    different = matrices(backend)
     backend.load(source)
     if out is not None:
         backend.save(out)
-    return {"before": different, "after": dict(clones(backend.adapter())), "weights": runs.full_weights(backend)}
+    return {"before": different, "after": matrices(backend), "weights": runs.full_weights(backend)}
 
 
 def test_a_checkpoint_holds_adapters_alone_and_moves_between_backends(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -364,9 +370,9 @@ def no_reference(rank: int, ranks: int, folder: Path) -> str:
     backend = runs.start(rank, ranks, "single", {}, ModelSpec(str(folder)), OPTIM)
     with pytest.raises(RunError) as caught:
         backend.reference()
+    narrow = ModelSpec(str(folder), lora=LoraSpec(base_dtype=torch.bfloat16))
     with pytest.raises(UserError, match="set both alike"):
-        spec = ModelSpec(str(folder), lora=LoraSpec(base_dtype=torch.bfloat16))
-        runs.start(rank, ranks, "single", {}, spec, OPTIM)
+        runs.start(rank, ranks, "single", {}, narrow, OPTIM)
     return str(caught.value)
 
 
@@ -379,7 +385,7 @@ def test_without_adapters_there_is_no_reference(folders: dict[str, Path]) -> Non
 LOSS = partial(rl_loss, policy=reinforce, weights=token_weights("token_mean", 1))
 
 
-def run_config(folder: Path, **lora: Any) -> RunConfig:
+def run_config(folder: Path, adapters: str, **lora: Any) -> RunConfig:
     return parse(
         {
             "max_steps": 10,
@@ -392,7 +398,7 @@ def run_config(folder: Path, **lora: Any) -> RunConfig:
             "optim": {"lr": 1e-2},
             "train": {"micro_batch_tokens": 100},
             "backend": {"name": "fsdp2"},
-            "engine": {"name": "transformers"},
+            "engine": {"name": "transformers", "transformers": {"adapters": adapters}},
             "runtime": {"ranks": 2, "device": "cpu"},
         }
     )
@@ -405,18 +411,33 @@ def started(run: RunConfig) -> Iterator[Policy]:
         yield Policy(ranks, run, 10)
 
 
+def engine_gap(policy: Policy) -> float:
+    """Largest difference of the log-probs of sampled tokens between engine and trainer."""
+    asked = [GenerateRequest(i, list(range(5, 12 + i)), 2, SamplingParams(12)) for i in range(4)]
+    prompts = [Prompt(i, "", "", request.token_ids, {}) for i, request in enumerate(asked)]
+    groups = assemble(prompts, policy.generate(asked), 2)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        rollout.reward = 1.0
+    samples = from_groups(groups)
+    scores = policy.logprobs("policy", samples)
+    return max(float(np.abs(mine - sample.engine_logprobs).max()) for mine, sample in zip(scores, samples, strict=True))
+
+
 @pytest.mark.parametrize("family", ["qwen2", "llama"], ids=["tied", "untied"])
-def test_a_run_pushes_what_changed_scores_its_reference_and_exports_both_ways(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", ["merged", "apart"])
+def test_a_run_pushes_what_changed_scores_its_reference_and_exports_both_ways(family: str, adapters: str, tmp_path: Path) -> None:
     """Cases 47, 51 and 56 over workers, engine and transport. With adapters in the attention's queries and values alone."""
     folder = make(family, tmp_path / "source")
     batch = runs.make_samples(4, vocab=48)
-    with started(run_config(folder, targets=["q_proj", "v_proj"])) as policy:
+    with started(run_config(folder, adapters, targets=["q_proj", "v_proj"])) as policy:
         first = policy.push()
         base = policy.logprobs("policy", batch)
         assert all(map(np.array_equal, base, policy.logprobs("reference", batch)))
         for _ in range(2):
             policy.step(batch, LOSS)
+        stale = engine_gap(policy)
         second = policy.push()
+        assert engine_gap(policy) < 1e-5 < 1e-2 < stale
         live = torch.from_numpy(np.concatenate(policy.logprobs("policy", batch)))
         assert all(map(np.array_equal, base, policy.logprobs("reference", batch)))
         assert all("reference" not in held for held in policy.memory())
@@ -424,13 +445,18 @@ def test_a_run_pushes_what_changed_scores_its_reference_and_exports_both_ways(fa
         policy.export_adapter(tmp_path / "adapter")
     plain = AutoModelForCausalLM.from_pretrained(folder)
     sizes = {name: 4 * parameter.numel() for name, parameter in plain.named_parameters()}
-    assert first.sent_bytes == sum(sizes.values())
-    assert second.sent_bytes == sum(size for name, size in sizes.items() if "q_proj.weight" in name or "v_proj.weight" in name)
-    assert second.tensors == second.matched == len(sizes)  # what was not sent is compared too
+    adapter = sum(tensor.nbytes for tensor in load_file(tmp_path / "adapter" / "adapter_model.safetensors").values())
+    adapted = [size for name, size in sizes.items() if "q_proj.weight" in name or "v_proj.weight" in name]
+    if adapters == "merged":
+        assert (first.sent_bytes, second.sent_bytes) == (sum(sizes.values()), sum(adapted))
+        assert second.tensors == second.matched == len(sizes)  # what was not sent is compared too
+    else:
+        assert (first.sent_bytes, second.sent_bytes) == (sum(sizes.values()) + adapter, adapter)
+        assert second.tensors == second.matched == len(sizes) + 2 * len(adapted)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     model, report = loaded
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (alone(model.eval(), batch) - live).abs().max() < 1e-5
-    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    assert (alone(adapted, batch) - live).abs().max() < 1e-5
+    by_peft = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    assert (alone(by_peft, batch) - live).abs().max() < 1e-5
     assert (torch.from_numpy(np.concatenate(base)) - live).abs().max() > 1e-2
