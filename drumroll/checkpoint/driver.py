@@ -53,10 +53,13 @@ def dump(state: DriverState) -> str:
 
 
 def load(file: Path) -> DriverState:
-    """Raises RunError when the names in the file are not exactly those of DriverState."""
-    row = json.loads(file.read_text(encoding="utf-8"))
-    cursor = row.get("cursor")
-    if isinstance(cursor, dict):
+    """Raises RunError when it is no driver state, or its names are not exactly those of DriverState."""
+    try:
+        row = json.loads(file.read_text(encoding="utf-8"))
+        cursor = dict(row.get("cursor", {}))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(f"{file}: not the state of a driver: {error}") from error
+    if cursor:
         row["cursor"] = _exact(Cursor, cursor, f"{file}: cursor")
     return _exact(DriverState, row, str(file))
 

@@ -20,6 +20,7 @@ from drumroll.engines.base import SamplingParams
 from drumroll.observe import batches, metrics
 from drumroll.pipelines import evaluate
 from drumroll.pipelines.evaluate import Evaluator
+from drumroll.pipelines.length import check_vocabulary
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import BATCHES_DIR, Session, open_session
 from drumroll.pipelines.warmup import starting_model
@@ -104,6 +105,7 @@ class Loop:
 def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[PromptStream, SamplingParams]:
     """The training prompts and how they are sampled. Raises UserError for rows that cannot be used, before anything is launched."""
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    check_vocabulary(config, folder, tokenizer)
     rows = open_rows(config.data.train, config.data, "rl", rewards.columns)
     return PromptStream(rows, tokenizer, config.data, config.seed), sampling.training(config, load_eos_ids(folder, tokenizer))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 
 from drumroll.checkpoint import rng
 from drumroll.checkpoint.driver import DriverState
@@ -12,6 +12,8 @@ from drumroll.checkpoint.identity import Fingerprint
 from drumroll.checkpoint.store import CheckpointStore, name_of
 from drumroll.config import RunConfig
 from drumroll.runtime.policy import Policy
+
+POLL_S = 0.05
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,6 +60,10 @@ class Saver:
 
     def hear(self, policy: Policy, wait: bool) -> None:
         """Say that the save under way is done, when it is. Raises RunError when it failed."""
-        if self._under_way is not None and policy.saved(wait):
+        if self._under_way is None:
+            return
+        while not (done := policy.saved()) and wait:  # asked again and again: no call is silent for as long as a large save takes
+            sleep(POLL_S)
+        if done:
             self.say(self._under_way)
             self._under_way = None

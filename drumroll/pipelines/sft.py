@@ -15,7 +15,7 @@ from drumroll.models.locate import locate
 from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
-from drumroll.pipelines.length import check_length
+from drumroll.pipelines.length import check_length, check_vocabulary
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import Session, open_session
 from drumroll.runtime.local import launch
@@ -41,6 +41,7 @@ def train(config: RunConfig, resumed: Resumed | None = None) -> None:
 def open_samples(config: RunConfig, folder: Path) -> SampleStream:
     """The training rows as samples. Raises UserError for rows that cannot be used, before anything is launched."""
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    check_vocabulary(config, folder, tokenizer)
     rows = open_rows(config.data.train, config.data, "sft")
     return SampleStream(rows, tokenizer, config.data, load_eos_ids(folder, tokenizer), config.max_length, config.seed)
 

@@ -91,9 +91,9 @@ class Policy:
         """Have the ranks write their parts of a draft and make it a checkpoint; in the background, `saved` tells what came of it."""
         self._ranks.call(Worker.save, store, draft, background)
 
-    def saved(self, wait: bool) -> bool:
+    def saved(self) -> bool:
         """Whether no save is under way on any rank. Raises RunError for one that failed."""
-        return all(self._ranks.call(Worker.saved, wait))
+        return all(self._ranks.call(Worker.saved))
 
     def restore(self, checkpoint: Checkpoint, state: DriverState, generators: bool) -> None:
         """Stand where the policy stood that was saved; the next push sends its weights again, as the version that they were.

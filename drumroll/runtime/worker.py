@@ -142,8 +142,7 @@ class Worker:
         return self._transport.push(self._trainer, self._sampler, dtype, version)
 
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
-        """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. Waits for the save before."""
-        self.saved(wait=True)
+        """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. No other is under way."""
         rng.write(draft.generators(self._ctx.rank), rng.capture())
         commit = partial(store.commit, draft) if self._ctx.rank == 0 else None
         if background:
@@ -153,11 +152,11 @@ class Worker:
         if commit is not None:
             commit()
 
-    def saved(self, wait: bool) -> bool:
-        """Whether no save is under way here. Raises RunError, once, for one that failed."""
-        if self._saving is not None and (wait or self._saving.done()):
-            saving, self._saving = self._saving, None
-            saving.result()
+    def saved(self) -> bool:
+        """Whether no save is under way here. Raises RunError for one that failed."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+            self._saving = None
         return self._saving is None
 
     def load(self, checkpoint: Checkpoint, generators: bool) -> None:

@@ -12,6 +12,7 @@ from drumroll import config, plugins
 from drumroll.errors import UserError
 from drumroll.models.builtin import tokenizer
 from drumroll.pipelines import evaluate, rl, sft
+from drumroll.rewards.base import RewardSet
 
 ROW = {"prompt": "ab", "answer": "ba", "completion": "ba"}
 
@@ -69,3 +70,18 @@ def test_eval(tmp_path: Path, model: Path) -> None:
 def test_as_many_tokens_as_positions_are_enough(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UserError, match="rows that cannot be used"):  # further on: the rows have no completion
         sft.train(run(tmp_path, model, pipeline="sft", rollout={"max_tokens": 24}))
+
+
+@pytest.mark.parametrize("pipeline", ["rl", "sft"])
+def test_a_token_without_an_embedding_is_refused_and_padding_is_not(tmp_path: Path, model: Path, pipeline: str) -> None:
+    made = tokenizer()
+    size = max(i for token, i in made.get_vocab().items() if token != made.pad_token)
+    open_data = {"rl": lambda run: rl.open_prompts(run, model, RewardSet(run.rewards)), "sft": lambda run: sft.open_samples(run, model)}
+    data = {"data": {"train": {"path": str(tmp_path / "rows.jsonl")}, "completion": "completion"}} if pipeline == "sft" else {}
+    for vocabulary, good in ((size + 1, True), (size, False)):
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocabulary}))
+        if good:
+            open_data[pipeline](run(tmp_path, model, pipeline=pipeline, **data))
+        else:
+            with pytest.raises(UserError, match=rf"the id {size}, and the model has {size} embeddings \(vocab_size\)"):
+                open_data[pipeline](run(tmp_path, model, pipeline=pipeline, **data))
