@@ -18,6 +18,7 @@ class Gathering:
 
     units: Callable[[Scorer], Sequence[Unit]]  # inner ones first; what is in none forms the root unit, gathered from forward to backward
     between: int  # ranks over which a unit lies between its forward and its backward; 1: it stays whole
+    arrives_apart: bool  # a unit arrives in memory of its own, kept until the next one has arrived, and is laid out from there
     ahead_forward: int = 0  # units gathered before the computation reaches them
     ahead_backward: int = 1
 
@@ -41,4 +42,5 @@ class Footprint:
     bucket_bytes: int = 0  # whole gradients wait for their reduction in buckets of this size; 0: by unit, or in their own memory
     buckets: int = 0  # such buckets at a time
     reduce_itemsize: int = 4  # bytes a number in which gradients are reduced
+    sequence: int = 1  # ranks that compute a micro-batch together, each a slice of every sequence
     offload: bool = False  # parameters, gradients and optimizer state at rest are in host memory

@@ -238,11 +238,13 @@ def footprint(options: Config, ranks: int) -> Footprint:
         gathering=Gathering(
             units=partial(_units, options),
             between=(shards if keep else 1) if isinstance(keep, bool) else keep,
+            arrives_apart=True,
             ahead_forward=options.prefetch_forward,
             ahead_backward=max(1, options.prefetch_backward),
         ),
         every_micro=options.grad_sync == "every",
         reduce_itemsize=2 if options.reduce_dtype == "bfloat16" else 4,
+        sequence=options.sequence_ranks,
         offload=options.offload,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel
+from transformers import PreTrainedConfig
 
 from drumroll.backends.base import LoraSpec
 from drumroll.types import FinishReason, Stream
@@ -97,3 +98,33 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Demand:
+    """What an engine will be asked for on a rank."""
+
+    config: PreTrainedConfig
+    parameters: int  # of the model, tied ones once
+    dtype: torch.dtype
+    rows: int  # wanted at a time, at most
+    prompt: int  # tokens of the longest prompt
+    length: int  # tokens of the longest prompt and response
+
+
+@dataclass(slots=True, frozen=True)
+class Holding:
+    """Bytes that an engine is foreseen to hold on a rank."""
+
+    weights: int
+    cache: int  # at its largest; held until `sleep`
+    working: int  # of one prefill or decode step, beyond these
+
+
+@runtime_checkable
+class Foreseen(Protocol):
+    """An engine that shares memory with training and can say how much it will take; `drumroll plan` asks."""
+
+    @classmethod
+    def foresee(cls, options: BaseModel, demand: Demand) -> Holding:
+        """Without starting anything."""

@@ -107,7 +107,7 @@ class SlotCache(Cache):
             return
         self.slots = max(slots, self.slots)
         if length > self.length:
-            self.length = -(-max(length, self.length + self.length // 4) // _GROWTH) * _GROWTH
+            self.length = _longer(self.length, length)
         for layer in self.slot_layers:
             layer.resize(self.slots, self.length)
 
@@ -127,6 +127,18 @@ class SlotCache(Cache):
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor that holds cached keys or values."""
         return [states for layer in self.slot_layers for states in layer.stored()]
+
+
+def length_reached(prompt: int, length: int) -> int:
+    """Tokens of a slot after rows have grown from `prompt` to `length`, one by one."""
+    reached = _longer(0, prompt)
+    while reached <= length:
+        reached = _longer(reached, reached + 1)
+    return reached
+
+
+def _longer(now: int, wanted: int) -> int:
+    return -(-max(wanted, now + now // 4) // _GROWTH) * _GROWTH
 
 
 def _grown(old: torch.Tensor, slots: int, length: int) -> torch.Tensor:

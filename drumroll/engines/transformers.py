@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from drumroll.backends.base import LoraSpec
 from drumroll.config import Section
-from drumroll.engines.base import Completion, EngineSpec, GenerateRequest
-from drumroll.engines.cache import SLOT_ATTENTION, SlotCache
+from drumroll.engines.base import Completion, Demand, EngineSpec, GenerateRequest, Holding
+from drumroll.engines.cache import SLOT_ATTENTION, SlotCache, length_reached
 from drumroll.engines.generate_loop import GenerateLoop
 from drumroll.engines.response import load_text, positions, rows
 from drumroll.engines.self_check import check_slot_path
@@ -80,13 +80,29 @@ class TransformersEngine:
             self._loop = GenerateLoop(self._model, self._options.slots)
 
     def _slots_that_fit(self, bytes_per_row: int) -> int:
-        fit = int(self._options.cache_gib * 2**30) // bytes_per_row
-        if fit == 0:
-            raise UserError(
-                f"engine.transformers.cache_gib={self._options.cache_gib}: "
-                f"one row of {self._max_length} tokens needs {bytes_per_row / 2**30:.2f} GiB"
-            )
-        return min(self._options.slots, fit)
+        return _slots_that_fit(self._options, bytes_per_row, self._max_length)
+
+    @classmethod
+    def foresee(cls, options: BaseModel, demand: Demand) -> Holding:
+        """Weights; slots of the longest length; the logits of a decode step and what sampling makes of them, or a prefill's activations.
+
+        Raises UserError where not even one row fits.
+        """
+        assert isinstance(options, Config)
+        text = demand.config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        size = text.to_dict().get("head_dim") or text.hidden_size // heads
+        kv_heads = text.to_dict().get("num_key_value_heads") or heads
+        token = 2 * text.num_hidden_layers * kv_heads * size * demand.dtype.itemsize
+        slots = min(demand.rows, _slots_that_fit(options, token * demand.length, demand.length))
+        decode = slots * text.vocab_size * (demand.dtype.itemsize + 3 * 4)  # logits; in float32, scaled, as weights
+        wide = text.to_dict().get("intermediate_size") or 4 * text.hidden_size
+        prefill = max(options.prefill_tokens, demand.prompt) * (3 * wide + 4 * text.hidden_size) * demand.dtype.itemsize
+        return Holding(
+            weights=demand.parameters * demand.dtype.itemsize,
+            cache=slots * token * length_reached(demand.prompt, demand.length),
+            working=max(decode, prefill),
+        )
 
     def generate(self, requests: Iterable[GenerateRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order; every request gives exactly `n`."""
@@ -134,6 +150,14 @@ class TransformersEngine:
         """Release the cache and the model."""
         self.sleep()
         del self._model, self._loop
+
+
+def _slots_that_fit(options: Config, bytes_per_row: int, length: int) -> int:
+    fit = int(options.cache_gib * 2**30) // bytes_per_row
+    if fit == 0:
+        needed = bytes_per_row / 2**30
+        raise UserError(f"engine.transformers.cache_gib={options.cache_gib}: one row of {length} tokens needs {needed:.2f} GiB")
+    return min(options.slots, fit)
 
 
 def why_not_slots(config: PreTrainedConfig) -> str | None:

@@ -1,0 +1,98 @@
+"""How many bytes of tensors were live at once: from the allocator, not from resident memory and not from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from drumroll.backends.base import Backend
+from drumroll.planner.phases import LOGPROBS, PUSH, STEP, TRAIN
+from drumroll.planner.trace import Batch
+from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
+
+
+@dataclass(slots=True)
+class Peak:
+    """Bytes above what was allocated when measuring began; both are set when it ends."""
+
+    most: int = 0
+    left: int = 0  # at the end
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """Watch the allocations of this process on `device` within the block. On a CPU every one is seen, those inside torch's C++ too."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        torch.cuda.synchronize(device)
+        peak.most = torch.cuda.max_memory_allocated(device) - before
+        peak.left = torch.cuda.memory_allocated(device) - before
+        return
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield peak
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        peak.left += event.nbytes()
+        peak.most = max(peak.most, peak.left)
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """One rank of a backend that has trained a step."""
+
+    rest: dict[str, int]  # `Backend.memory` after the last reduction, before the optimizer's step
+    peaks: dict[str, int]  # phase -> most bytes at once, what lay there before included
+
+
+def measure(backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, device: torch.device) -> Measured:
+    """Score, train and hand out weights once to warm up, then once under watch. Collective."""
+    micro = micro_batch(batch, device)
+    for _ in range(2):  # DDP makes its buckets anew after the first step
+        list(_train(backend, micro, micros))
+        backend.step(0.0)
+    peaks: dict[str, int] = {}
+    peaks[LOGPROBS] = _watched(backend, device, lambda: backend.logprobs(micro))
+    peaks[TRAIN] = _watched(backend, device, lambda: list(_train(backend, micro, micros)))
+    rest = backend.memory()
+    peaks[STEP] = _watched(backend, device, lambda: backend.step(0.0))
+    peaks[PUSH] = _watched(backend, device, lambda: [len(bucket) for bucket in backend.weights(dtype)])
+    return Measured(rest, peaks)
+
+
+def micro_batch(batch: Batch, device: torch.device) -> MicroBatch:
+    """Random-looking tokens; the last `batch.targets` of each row are targets."""
+    ends = torch.arange(1, batch.rows + 1) * batch.length
+    positions = (ends[:, None] - batch.targets + torch.arange(batch.targets)).flatten()
+    return MicroBatch(
+        token_ids=(torch.arange(batch.rows * batch.length) * 7 % 31).to(device),
+        lengths=[batch.length] * batch.rows,
+        target_positions=positions.to(device),
+        target_lengths=torch.full((batch.rows,), batch.targets, device=device),
+    )
+
+
+def _train(backend: Backend, micro: MicroBatch, micros: int) -> Iterator[None]:
+    for index in range(micros):
+        backend.forward_backward(micro, _loss, Denominators(1, 1, 1), last=index == micros - 1)
+        yield
+
+
+def _loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators) -> LossOutput:
+    assert outputs.entropy is not None
+    return LossOutput(loss=outputs.logprobs.sum() + outputs.entropy.sum(), stats={})
+
+
+def _watched(backend: Backend, device: torch.device, act: Callable[[], object]) -> int:
+    before = sum(backend.memory().values())
+    with peak_bytes(device) as peak:
+        act()
+    return before + peak.most
