@@ -207,6 +207,7 @@ class Fsdp1Placement:
             yield
         for unit in self._units:
             _widen_unreduced(unit)
+            _put_back_parameters(unit)
             _forget_views(unit)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -301,6 +302,13 @@ def _widen_unreduced(unit: FlatParamHandle) -> None:
     if gradient is not None and gradient.dtype is not torch.float32:
         gradient.data = gradient.float()
         unit._use_unsharded_grad_views()
+
+
+def _put_back_parameters(unit: FlatParamHandle) -> None:
+    """In the modules, after backward. Torch has done it, but for a unit that is not cut and does not train: by its data pointer, which
+    never changes, it takes that for done already."""
+    if not unit.uses_sharded_strategy and not unit.flat_param.requires_grad:
+        unit.reshard(free_unsharded_flat_param=False)
 
 
 def _forget_views(unit: FlatParamHandle) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumroll.backends import fsdp1
-from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec, RankContext
+from drumroll.backends.base import Checkpointing, LoraSpec, ModelSpec, OptimSpec, RankContext
 from drumroll.backends.fsdp1 import Run, Span
 from drumroll.errors import UserError
 from drumroll.models import build
@@ -163,11 +163,43 @@ def test_gradients_that_wait_for_reduction_add_up_in_float32(ranks: int, folder:
     assert all(distance < 1e-6 for distance in run_ranks(accumulate_in_bf16, ranks, folder))
 
 
+# --- frozen parameters
+
+FROZEN: list[tuple[tuple[str, ...], Checkpointing]] = [
+    ((r"layers\.1\.",), "none"),  # the root and a block are frozen, and backward goes through the root alone
+    (("norm",), "none"),  # some of every unit
+    (("embed",), "none"),  # backward goes through frozen blocks
+    ((r"layers\.0\.mlp",), "full"),
+]
+
+
+def train_some(rank: int, ranks: int, name: str, options: dict[str, Any], folder: Path) -> list[runs.Trained]:
+    samples = runs.make_samples(8, vocab=7)
+    plan, counts = runs.even_plan(samples, rank, ranks, 2), denominators(samples)
+    specs = [ModelSpec(str(folder), trainable=trainable, checkpointing=checkpointing) for trainable, checkpointing in FROZEN]
+    return [runs.train(runs.start(rank, ranks, name, options, spec, OptimSpec()), plan, counts) for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, {}), (1, {"grad_sync": "last"}), (2, {}), (2, {"reshard_after_forward": False, "grad_sync": "last"})]
+)
+def test_units_of_which_some_parameters_train_or_none(ranks: int, options: dict[str, Any], folder: Path) -> None:
+    (expected,) = run_ranks(train_some, 1, "single", {}, folder)
+    for found in run_ranks(train_some, ranks, "fsdp1", options, folder):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.gradients.keys() == theirs.gradients.keys()
+            assert mine.weights.keys() == theirs.weights.keys()
+            off = [runs.relative(mine.gradients[key], theirs.gradients[key]) for key in theirs.gradients]
+            off += [runs.relative(mine.weights[key], theirs.weights[key]) for key in theirs.weights]
+            assert max(off) <= (0.0 if ranks == 1 else 1e-5)
+            assert all(torch.equal(mine.weights[key], theirs.weights[key]) for key in theirs.weights if key not in theirs.gradients)
+
+
 # --- the end, and refusals
 
 
 def close(rank: int, ranks: int, folder: Path) -> list[bool]:
-    """Whether flat parameters are gone after `close`, after training and after a forward pass alone; torch's warnings are errors meanwhile."""
+    """Whether flat parameters are gone after `close`, having trained or scored last; warnings of FSDP are errors meanwhile."""
     samples = runs.make_samples(4, vocab=7)
     micro = collate(samples[rank::ranks])
     gone = []
