@@ -236,6 +236,7 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
 
 
 def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:
+    """`seed`: of the run."""
     return LoraSpec(
         rank=lora.rank,
         alpha=lora.alpha,
