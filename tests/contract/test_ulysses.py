@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM as Auto
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PreTrainedConfig, Qwen3Config
 
 from drumroll.algorithms.loss import policy_objective, rl_loss, sft_loss, token_weights
-from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec
 from drumroll.errors import UserError
 from drumroll.models.ulysses import overlaps
 from drumroll.packing import collate, denominators
@@ -181,11 +181,14 @@ COMPUTING = {
 }
 
 
+OTHER_MATHEMATICS = ("trainable", "lora", "compute_dtype")  # what one process does too
+
+
 def three_steps(rank: int, ranks: int, name: str, options: dict[str, Any], folders: list[Path], computing: Any) -> dict[Any, Trained]:
     samples, found = make_samples(), {}
     for how, fields in computing.items():
         for folder in folders:
-            spec = ModelSpec(str(folder), **(fields if name == "fsdp2" or "trainable" in fields else {}))
+            spec = ModelSpec(str(folder), **{key: value for key, value in fields.items() if name == "fsdp2" or key in OTHER_MATHEMATICS})
             backend = runs.start(rank, ranks, name, options, spec, OptimSpec(weight_decay=0.01))
             found[how, folder] = runs.train(backend, runs.even_plan(samples, rank, ranks, 2), denominators(samples))
     return found
@@ -214,6 +217,18 @@ def test_three_steps_equal_one_process(ranks: int, options: dict[str, Any], comp
             assert max(relative(mine.weights[name], theirs.weights[name]) for name in theirs.weights) < TOLERANCE, key
             for one, other in zip(mine.results, theirs.results, strict=True):
                 assert one.grad_norm == pytest.approx(other.grad_norm, rel=TOLERANCE)
+
+
+def test_adapters_and_low_precision(folders: dict[str, Path]) -> None:
+    """Weights after three steps: adapters (merged) in float32, and all parameters trained in bfloat16, to what bfloat16 rounds."""
+    computing = {"adapters": {"lora": LoraSpec(rank=4)}, "bfloat16": {"compute_dtype": torch.bfloat16}}
+    folder = folders["llama 4/1"]
+    (expected,) = run_ranks(three_steps, 1, "single", {}, [folder], computing)
+    for found in run_ranks(three_steps, 2, "fsdp2", {"sequence_ranks": 2}, [folder], computing):
+        for how, tolerance in (("adapters", TOLERANCE), ("bfloat16", 2e-3)):
+            mine, theirs = found[how, folder], expected[how, folder]
+            assert max(relative(mine.weights[name], theirs.weights[name]) for name in theirs.weights) < tolerance
+            assert mine.results[0].grad_norm == pytest.approx(theirs.results[0].grad_norm, rel=10 * tolerance)
 
 
 def one_gradient(rank: int, ranks: int, name: str, options: dict[str, Any], folder: Path, compiled: bool) -> dict[str, torch.Tensor]:
