@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from drumroll import plugins
-from drumroll.backends.base import Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import KINDS, Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
 from drumroll.packing import collate, denominators
@@ -163,9 +163,32 @@ class Probe:
         with checking("weights as restored"):
             wrong = differing(fingerprints(_flat(backend.weights(torch.float32))), report.exported)
             seen.note("weights as restored", len(wrong), _some("differ from those before saving", wrong))
-        with checking("save"):
-            backend.save(case.scratch / SAVED_AGAIN)
-        self._go_on(case, backend, seen, "step after restoring")
+        with checking("save_async"):
+            written = backend.save_async(case.scratch / SAVED_AGAIN)
+        self._go_on(case, backend, seen, "step after restoring")  # which must not get into what is being written
+        with checking("save_async"):
+            written.result()
+        _close(backend)
+        return report
+
+    def sleep(self, case: Case) -> Report:
+        """Parameters, gradients and optimizer state are released after each step, and come back."""
+        report = Report(_observer(case, "train"))
+        seen = report.observer
+        backend = self._start(case, case.optim)
+        for step in range(STEPS):
+            self._steps(case, backend, seen, range(step, step + 1))
+            before = fingerprints(_flat(backend.weights(torch.float32)))
+            with checking("sleep: bytes held"):
+                backend.sleep(KINDS)
+                held = backend.memory()
+                seen.note("sleep: bytes held", sum(held.get(kind, 0) for kind in KINDS), str(held))
+                backend.wake()
+            with checking("sleep: weights after waking"):
+                wrong = differing(fingerprints(_flat(backend.weights(torch.float32))), before)
+                seen.note("sleep: weights after waking", len(wrong), _some("differ from those before", wrong))
+        with checking("sleep: parameters after 3 steps"):
+            seen.compare("sleep: parameters after 3 steps", "trained", _flat(backend.weights(torch.float32)))
         _close(backend)
         return report
 

@@ -47,6 +47,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "skip: next gradients": (1e-5, 5e-2),
     "skip: gradient norms": _NUMBERS,
     "skip: next parameters": _WEIGHTS,
+    "sleep: parameters after 3 steps": _WEIGHTS,
     "forward-only: log-probs": _NUMBERS,
     "forward-only: entropy": _NUMBERS,
     "memory: all tensors": (0.1, 0.1),  # buffers of communication, the batch

@@ -67,7 +67,7 @@ def verify(backends: Sequence[str], setup: Setup, say: Callable[[Cell], None] = 
     with TemporaryDirectory(prefix="drumroll-verify-") as folder:
         root = Path(folder)
         tested = subjects.of_paths(setup.models) if setup.models else subjects.builtin(root / "models")
-        prepared = _Prepared(root, setup)
+        prepared = Prepared(setup)
         with Specification(root, setup.device, setup.limit_s) as specification:
             for variant in distinct.values():
                 prepared.add(variant, tested, specification)
@@ -83,7 +83,7 @@ def verify(backends: Sequence[str], setup: Setup, say: Callable[[Cell], None] = 
 
 def jobs(cases: Sequence[Case], variant: Variant) -> Iterator[Job]:
     """Every scenario of a variant. What no family can change runs on one tied and one untied subject."""
-    pair = _pair(cases)
+    pair = _pair(cases)[: 1 if variant.one_model else 2]
     for case in cases if variant.splits == SPLITS else pair:
         if Probe.train in variant.scenarios:
             yield from (Job(Probe.train, replace(case, split=split), split.name) for split in variant.splits)
@@ -92,7 +92,7 @@ def jobs(cases: Sequence[Case], variant: Variant) -> Iterator[Job]:
     for case in pair:
         if Probe.memory in variant.scenarios:
             yield Job(Probe.memory, replace(case, split=WHOLE), WHOLE.name)
-        for scenario in (Probe.checkpoint, Probe.adopt):
+        for scenario in (Probe.checkpoint, Probe.adopt, Probe.sleep):
             if scenario in variant.scenarios:
                 yield Job(scenario, replace(case, split=SPLITS[1]), SPLITS[1].name)
         if Probe.skip in variant.scenarios:
@@ -110,16 +110,17 @@ def backends_of_the_package() -> list[str]:
     return sorted(found, key=lambda name: name != plugins.SPECIFICATION_BACKEND)
 
 
-class _Prepared:
+class Prepared:
     """The cases of every variant, and what the specification says about them."""
 
-    def __init__(self, root: Path, setup: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._jobs: dict[str, list[Job]] = {}
         self.expected: dict[Key, Expected] = {}
         self.refused: dict[str, str] = {}  # variant -> why there is nothing to measure it against
 
     def add(self, variant: Variant, tested: Sequence[Subject], specification: Specification) -> None:
+        """Let the specification run what the variant needs and it has not run yet; what it refuses is kept as a reason."""
         try:
             made = list(self._of(variant, tested, specification))
             self.expected |= specification.run((job for job in made if job.key not in self.expected), noise=bool(self._setup.models))
@@ -170,7 +171,7 @@ class _Trials:
         return self._known[key]
 
 
-def _cell(trials: _Trials, variant: Variant, prepared: _Prepared, setup: Setup) -> Cell:
+def _cell(trials: _Trials, variant: Variant, prepared: Prepared, setup: Setup) -> Cell:
     started = time.monotonic()
     trial = trials.of(variant)
     named = {"variant": variant.name}

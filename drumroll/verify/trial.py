@@ -190,11 +190,16 @@ class Trial(AbstractContextManager["Trial"]):
         return Labels(self._side.backend, self.ranks, options, dtype, self.expected[job.key].noise)
 
     def _divisors(self, case: Case) -> Mapping[Kind, int] | None:
-        """Over how many ranks this backend says that it divides each kind of state; None where it does not say."""
+        """Over how many ranks this backend says that it divides each kind of state; None where it does not say.
+
+        A unit that is cut as one has the gradient of all of it, whatever part of it trains: then ZeRO's formula says nothing.
+        """
         plugin = plugins.load("backends", self._side.backend)
         if not isinstance(plugin, _Foreseen):
             return None
         said = plugin.footprint(plugin.Config(**case.options), self.ranks)
+        if said.flat and case.model.trainable:
+            return None
         return {PARAMETER: said.parameter, GRADIENT: said.gradient, OPTIMIZER: said.optimizer}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -32,12 +32,13 @@ class Variant:
     optim: Mapping[str, Any] = field(default_factory=dict)  # fields of OptimSpec
     scenarios: tuple[Scenario, ...] = (Probe.train,)
     splits: tuple[Split, ...] = SPLITS[1::2]  # that it trains on
+    one_model: bool = False  # an untied one, where there is one; else that and a tied one
     ranks: int | None = None  # None: as many as asked for
     patience: int = 1  # times the usual limit for a scenario
     rounds: bool = False  # judged by the bounds of bfloat16 whatever the compute dtype
 
 
-EVERYTHING = (Probe.train, Probe.forward_only, Probe.memory, Probe.checkpoint, Probe.adopt, Probe.skip)
+EVERYTHING = (Probe.train, Probe.forward_only, Probe.memory, Probe.checkpoint, Probe.adopt, Probe.skip, Probe.sleep)
 AS_IS = Variant(name="as it is", scenarios=EVERYTHING, splits=SPLITS)
 _STATE = (Probe.train, Probe.checkpoint)
 
@@ -49,7 +50,7 @@ COMMON = (
     Variant(name="checkpointing: selective", model={"checkpointing": "selective"}),
     Variant(name="checkpointing: off-loaded", model={"checkpointing": "offload"}),
     Variant(name="tiled MLP", model={"tile_mlp": 16}),
-    Variant(name="compiled blocks", model={"compile": True}, splits=SPLITS[1:2], patience=5),
+    Variant(name="compiled blocks", model={"compile": True}, splits=SPLITS[1:2], one_model=True, patience=5),
     Variant(name="one block and norms train", model={"trainable": (r"\.1\.", "norm")}, scenarios=(*_STATE, Probe.memory)),
     Variant(name="AdamW off-loaded", optim={"offload": True}, scenarios=_STATE),
     Variant(name="Muon", optim={"name": "muon"}, scenarios=_STATE),

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drumroll.backends import state
-from drumroll.backends.base import ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.config import Section
 from drumroll.plugins import load_symbol
 from drumroll.types import Denominators, LossFn, MicroBatch, Stat, TokenOutputs
@@ -399,7 +400,7 @@ class SkipDecaysMoments(Plain):
 class StaleExport(Plain):
     first: dict[torch.dtype, list[list[NamedTensor]]]
 
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         self.first = vars(self).get("first", {})
         if dtype not in self.first:
             self.first[dtype] = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in super().weights(dtype)]
@@ -413,45 +414,45 @@ class StaleDigests(Plain):
         super().setup(ctx, model, optim)
         self.first = {dtype: super(StaleDigests, self).digests(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
-    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+    def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
         return self.first[dtype]
 
 
 class DigestsOfFloat32(Plain):
-    def digests(self, dtype: torch.dtype) -> dict[str, int]:
+    def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
         return super().digests(torch.float32)
 
 
 class IgnoresDtype(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         return super().weights(torch.float32)
 
 
 class RoundsTheExport(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         for bucket in super().weights(torch.bfloat16):
             yield [(name, tensor.to(dtype)) for name, tensor in bucket]
 
 
 class ExportsOnTheFirstRankOnly(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         yield from super().weights(dtype) if dist.get_rank() == 0 else ()
 
 
 class ExportsTwice(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         yield from super().weights(dtype)
         yield next(super().weights(dtype))
 
 
 class ExportsTheTieTwice(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         yield from super().weights(dtype)
         yield [("lm_head.weight", self.model.lm_head.weight.detach().to(dtype))]
 
 
 class ExportsTrainableOnly(Plain):
-    def weights(self, dtype: torch.dtype) -> Iterator[list[NamedTensor]]:
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         yield from (bucket for bucket in super().weights(dtype) if bucket[0][0] in self.trained)
 
 
@@ -536,6 +537,33 @@ class SavesInItsOwnFormat(Plain):
 class CannotSave(Plain):
     def save(self, directory: Path) -> None:
         raise NotImplementedError("save comes later\nwith a second line")
+
+
+class SavesLate(Plain):
+    """What it writes is what is there when the file is asked for."""
+
+    def save_async(self, directory: Path) -> Future[None]:
+        late: Future[None] = Future()
+        late.result = lambda timeout=None: self.save(directory)  # type: ignore[method-assign]
+        return late
+
+
+class StaysAwake(Plain):
+    def sleep(self, what: Collection[Kind]) -> None:
+        pass
+
+
+class WakesInHalfPrecision(Plain):
+    def wake(self) -> None:
+        self.asleep = [(tensor, kept.bfloat16().float()) for tensor, kept in self.asleep]
+        super().wake()
+
+
+class WakesWithoutMoments(Plain):
+    def wake(self) -> None:
+        super().wake()
+        for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
+            moment.zero_()
 
 
 # Memory

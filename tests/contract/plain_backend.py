@@ -6,7 +6,8 @@ It is slow and simple on purpose. `drumroll verify tests/contract/plain_backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from drumroll.backends import state
-from drumroll.backends.base import ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.config import Section
 from drumroll.digest import digest
 from drumroll.errors import UserError
@@ -32,6 +33,8 @@ class Plain:
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
         if model.compute_dtype is not torch.float32:
             raise UserError(f"this backend computes in float32, got {model.compute_dtype}")
+        if model.lora is not None or (optim is not None and optim.name != "adamw"):
+            raise UserError("this backend has AdamW, and no adapters")
         logging.disable_progress_bar()
         self.spec, self.optim = model, optim
         self.model = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).to(ctx.device).eval()
@@ -43,6 +46,7 @@ class Plain:
         self.exp_avg = {name: torch.zeros_like(parameter) for name, parameter in self.trained.items()}
         self.exp_avg_sq = {name: torch.zeros_like(parameter) for name, parameter in self.trained.items()}
         self.steps = 0
+        self.asleep: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies [N], one sample after the other."""
@@ -132,20 +136,39 @@ class Plain:
     def save(self, directory: Path) -> None:
         state.save(directory, self.stored())
 
+    def save_async(self, directory: Path) -> Future[None]:
+        self.save(directory)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def load(self, directory: Path) -> None:
         tensors = self.stored()
         state.load(directory, tensors, (state.MODEL, state.OPTIMIZER))
         self.steps = int(tensors[f"{state.OPTIMIZER}step"])
 
-    def memory(self) -> dict[str, int]:
-        kinds = {
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Everything that is held, by kind."""
+        return {
             "parameter": list(self.parameters.values()),
             "gradient": [parameter.grad for parameter in self.trained.values() if parameter.grad is not None],
             "optimizer": [*self.exp_avg.values(), *self.exp_avg_sq.values()],
             "unsharded": [],
             "other": list(self.model.buffers()),
         }
-        return {kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for kind, tensors in kinds.items()}
+
+    def sleep(self, what: Collection[Kind]) -> None:
+        for tensor in (tensor for kind in what for tensor in self.tensors()[kind]):
+            self.asleep.append((tensor, tensor.detach().cpu().clone()))
+            tensor.data = torch.empty(0, device=tensor.device)
+
+    def wake(self) -> None:
+        for tensor, kept in self.asleep:
+            tensor.data = kept.to(tensor.device)
+        self.asleep = []
+
+    def memory(self) -> dict[str, int]:
+        return {kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for kind, tensors in self.tensors().items()}
 
     def close(self) -> None:
-        del self.model, self.parameters, self.trained, self.exp_avg, self.exp_avg_sq
+        del self.model, self.parameters, self.trained, self.exp_avg, self.exp_avg_sq, self.asleep

@@ -9,20 +9,26 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from rich.console import Console
+from typer.testing import CliRunner
 
+from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.cli import app
 from drumroll.errors import UserError
-from drumroll.observe.checks import CheckRow, read_rows
-from drumroll.verify import subjects, suite
+from drumroll.observe.checks import CheckRow, read_rows, write_rows
+from drumroll.verify import command, subjects, suite, variants
 from drumroll.verify.batches import POISONED, SPLITS, STEPS, plan, samples
-from drumroll.verify.probe import FOREIGN_STEP, FOREIGN_WEIGHTS, Case
-from drumroll.verify.rows import Labels
+from drumroll.verify.probe import FOREIGN_STEP, FOREIGN_WEIGHTS
+from drumroll.verify.rows import NOT_APPLICABLE, Labels
+from drumroll.verify.suite import Prepared, Setup
 from drumroll.verify.trial import MAX_CRASHES, Job, Specification, Trial
+from drumroll.verify.variants import AS_IS, COMMON
+from drumroll.verify.view import show
 
 HERE = Path(__file__).parent
 PLAIN = f"{HERE / 'plain_backend.py'}:Plain"
@@ -36,62 +42,82 @@ def failed(rows: list[CheckRow]) -> set[str]:
 
 
 def test_a_right_backend_from_outside_passes(tmp_path: Path) -> None:
+    """As it is on all models, and in one variant of each kind: what it does not do, it may refuse."""
     shown = io.StringIO()
+    setup = Setup(variants=[AS_IS, *(v for v in COMMON if v.name in ("one rank", "tiled MLP", "one block and norms train", "Muon"))])
+    cells = suite.verify([PLAIN], setup)
     file = tmp_path / "rows.json"
-    assert suite.run(PLAIN, ranks=2, json=file, console=Console(file=shown, width=100))
-    rows = read_rows(file)
+    rows = [row for cell in cells for row in cell.rows]
+    write_rows(file, rows)
+    assert read_rows(file) == rows
     assert failed(rows) == set()
-    assert {row.options["model"] for row in rows} == {"llama", "llama tied", "qwen3", "qwen3 tied"}
+    assert [(cell.variant, cell.applies) for cell in cells][-1] == ("Muon", False)
+    assert [cell.ranks for cell in cells] == [2, 1, 2, 2, 2]
+    assert "this backend has AdamW" in cells[-1].refusals[0]
+    whole = cells[0].rows
+    assert {row.options["model"] for row in whole} == {"llama", "llama tied", "qwen3", "qwen3 tied"}
+    show(Console(file=shown, width=100), cells, "plain", 1.0)
     for check in ("log-probs", "entropy", "loss", "gradients", "gradient norm", "parameters after 3 steps"):
-        of_check = [row for row in rows if row.check == check]
+        of_check = [row for row in whole if row.check == check]
         assert {row.options["batch"] for row in of_check} >= {split.name for split in SPLITS}
         assert all(row.tolerance == 1e-5 and row.ranks == 2 and row.backend == PLAIN for row in of_check)
         assert 0 < max(row.value for row in of_check) < 1e-5
         assert check in shown.getvalue()
-    assert f"all {len(rows)} checks passed" in shown.getvalue()
+    assert f"all {len([r for r in rows if r.check != NOT_APPLICABLE])} checks passed" in shown.getvalue()
 
 
-def test_a_wrong_backend_fails_by_name(tmp_path: Path) -> None:
+WRONG = {  # the fault, the check that names it
+    "Averages": "gradients",
+    "ForgetsABuffer": "log-probs",
+    "Unties": "names exported",
+    "DropsTheLastMicroBatch": "gradients",
+    "HalfPrecisionMoments": "moments in the files",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_backend_fails_on_the_command_line(fault: str, tmp_path: Path) -> None:
     """The whole way that a user goes, on their own model."""
-    shown = io.StringIO()
-    (subject, *_) = subjects.builtin(tmp_path / "models")
-    assert not suite.run(f"{FAULTY}:Averages", models=[subject.path], json=tmp_path / "rows.json", console=Console(file=shown, width=200))
-    rows = read_rows(tmp_path / "rows.json")
-    assert {row.options["model"] for row in rows} == {"llama"}
-    assert {"gradients", "gradient norm"} <= failed(rows)
-    (worst, *_) = [row for row in rows if row.check == "gradients" and not row.passed]
-    assert worst.value == pytest.approx(0.5, rel=1e-3)  # two ranks: half of the gradient
-    assert "rank" in worst.options["where"]
-    assert "FAIL gradients (0.5): llama, 1 micro-batch: rank 0, " in shown.getvalue()
+    subject = next(s for s in subjects.builtin(tmp_path / "models") if s.tied == (fault == "Unties"))
+    file = tmp_path / "rows.json"
+    arguments = ["verify", f"{FAULTY}:{fault}", "--model", subject.path, "--only", "as it is", "--json", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    rows = read_rows(file)
+    assert {row.options["model"] for row in rows} == {Path(subject.path).name}
+    assert WRONG[fault] in failed(rows)
+    assert f"FAIL {WRONG[fault]} (" in result.output
+    (worst, *_) = [row for row in rows if row.check == WRONG[fault] and not row.passed]
+    assert "where" in worst.options
+    if fault == "Averages":
+        assert worst.value == pytest.approx(0.5, rel=1e-3)  # two ranks: half of the gradient
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Case], Trial]]:
+def jobs_and_trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Job], Trial]]:
     """One tied and one untied subject, and the processes that every fault is tried in."""
     root = tmp_path_factory.mktemp("verify")
     tested = [subject for subject in subjects.builtin(root / "models") if subject.name.startswith("llama")]
+    prepared = Prepared(Setup())
     with Specification(root, "cpu", 60.0) as specification:
-        found = [specification.case(subject, torch.float32) for subject in tested]
-        expected = specification.run(suite.jobs(found, {}, whole=True))
-    with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 60.0, root / "trial", expected) as trial:
-        yield {case.subject.name: case for case in found}, trial
+        prepared.add(AS_IS, tested, specification)
+    with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 60.0, root / "trial", prepared.expected) as trial:
+        yield prepared.jobs(AS_IS, {}), trial
 
 
-def run(cases: tuple[dict[str, Case], Trial], fault: str, scenario: str, model: str = "llama") -> list[CheckRow]:
+def run(jobs: list[Job], trial: Trial, fault: str, scenario: str, model: str = "llama") -> list[CheckRow]:
     """The rows of one scenario: `train` is that of two micro-batches."""
-    of_name, trial = cases
-    wanted = [job for job in suite.jobs([of_name[model]], {}, whole=True) if matches(job, scenario)]
-    (job, *_) = wanted
-    return trial.rows(replace(job, case=replace(job.case, options={"fault": fault})))
+    job, *_ = [job for job in jobs if job.case.subject.name == model and matches(job, scenario)]
+    return trial.rows(replace(job, case=replace(job.case, options={"fault": fault})), {"variant": AS_IS.name})
 
 
 def matches(job: Job, scenario: str) -> bool:
     name = job.scenario.__name__
     if scenario == "frozen":
-        return name == "skip" and bool(job.case.trainable)
+        return name == "skip" and bool(job.case.model.trainable)
     if scenario in ("train", "whole"):
         return name == "train" and job.case.split == (SPLITS[0] if scenario == "whole" else SPLITS[1])
-    return name == scenario and not job.case.trainable
+    return name == scenario and not job.case.model.trainable
 
 
 PARAMETERS = "parameters after 3 steps"
@@ -156,6 +182,10 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "LoadsAllButOneMoment": ("checkpoint", "state as restored", "weights as restored"),
     "LoadsAllButOneParameter": ("checkpoint", "weights as restored", "moments in the files"),
     "ForgetsTheStepCount": ("adopt", FOREIGN_STEP, FOREIGN_WEIGHTS),
+    "SavesLate": ("checkpoint", "state as restored", "step after restoring"),
+    "StaysAwake": ("sleep", "sleep: bytes held", "sleep: weights after waking"),
+    "WakesInHalfPrecision": ("sleep", "sleep: weights after waking", "sleep: bytes held"),
+    "WakesWithoutMoments": ("sleep", "sleep: parameters after 3 steps", "sleep: weights after waking"),
     "HidesACopy": ("memory", "memory: all tensors", "memory: optimizer"),
     "StaysAfterClose": ("memory", "memory: after close", "memory: all tensors"),
     "HoldsMomentsWithoutAnOptimizer": ("forward_only", "forward-only: memory", "forward-only: log-probs"),
@@ -163,18 +193,18 @@ FAULTS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(fault: str, cases: tuple[dict[str, Case], Trial]) -> None:
+def test_a_planted_fault_is_named(fault: str, jobs_and_trial: tuple[list[Job], Trial]) -> None:
     scenario, responsible, innocent = FAULTS[fault]
-    rows = run(cases, fault, scenario)
+    rows = run(*jobs_and_trial, fault, scenario)
     assert responsible in failed(rows), failed(rows)
     assert innocent in {row.check for row in rows} - failed(rows), failed(rows)
     assert all(row.options["where"] for row in rows if row.check == responsible and not row.passed and row.tolerance != 1.0)
 
 
-@pytest.mark.parametrize("scenario", ["whole", "train", "memory", "forward_only", "checkpoint", "adopt", "skip", "frozen"])
-def test_every_scenario_passes_without_a_fault(scenario: str, cases: tuple[dict[str, Case], Trial]) -> None:
+@pytest.mark.parametrize("scenario", ["whole", "train", "memory", "forward_only", "checkpoint", "adopt", "skip", "frozen", "sleep"])
+def test_every_scenario_passes_without_a_fault(scenario: str, jobs_and_trial: tuple[list[Job], Trial]) -> None:
     """So that what the faults fail is their doing."""
-    assert failed(run(cases, "Plain", scenario)) == set()
+    assert failed(run(*jobs_and_trial, "Plain", scenario)) == set()
 
 
 @pytest.mark.parametrize(
@@ -185,11 +215,11 @@ def test_every_scenario_passes_without_a_fault(scenario: str, cases: tuple[dict[
         ("ExportsTheTieTwice", {"names exported"}),
     ],
 )
-def test_ties_are_held(fault: str, checks: set[str], cases: tuple[dict[str, Case], Trial]) -> None:
-    assert checks <= failed(run(cases, fault, "whole", "llama tied"))
+def test_ties_are_held(fault: str, checks: set[str], jobs_and_trial: tuple[list[Job], Trial]) -> None:
+    assert checks <= failed(run(*jobs_and_trial, fault, "whole", "llama tied"))
 
 
-def test_an_error_is_a_failed_row(cases: tuple[dict[str, Case], Trial]) -> None:
+def test_an_error_is_a_failed_row(jobs_and_trial: tuple[list[Job], Trial]) -> None:
     """Whatever is raised becomes a row with the check and the first line; after enough crashes the rest is not tried."""
     wanted = [
         ("SavesParametersOnly", "checkpoint", "names saved", "missing or unexpected: ['optimizer."),
@@ -199,21 +229,21 @@ def test_an_error_is_a_failed_row(cases: tuple[dict[str, Case], Trial]) -> None:
         ("DiesOnTheLastRank", "train", "step", "rank 1: IndexError: list index out of range"),
         ("Plain", "train", "train: not run", f"given up after {MAX_CRASHES} crashes"),
     ]
-    of_name, shared = cases
+    jobs, shared = jobs_and_trial
     with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 60.0, shared.scratch / "errors", shared.expected) as trial:
         for fault, scenario, check, error in wanted:
-            rows = run((of_name, trial), fault, scenario)
+            rows = run(jobs, trial, fault, scenario)
             (row,) = [row for row in rows if row.check == check]
             assert not row.passed
             assert error in row.options["where"]
             assert "second line" not in row.options["where"]
 
 
-def test_a_hang_ends_at_the_limit(cases: tuple[dict[str, Case], Trial]) -> None:
-    of_name, shared = cases
+def test_a_hang_ends_at_the_limit(jobs_and_trial: tuple[list[Job], Trial]) -> None:
+    jobs, shared = jobs_and_trial
     with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 5.0, shared.scratch / "hang", shared.expected) as trial:
         started = time.monotonic()
-        (row,) = run((of_name, trial), "Waits", "train")
+        (row,) = run(jobs, trial, "Waits", "train")
         assert time.monotonic() - started < 30.0
     assert not row.passed
     assert math.isnan(row.value)
@@ -230,14 +260,19 @@ def test_a_bound_is_wider_where_the_specification_differs_from_itself() -> None:
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    own = f"{HERE / 'test_verify.py'}"
     for arguments, words in (
         ({"backend": PLAIN, "dtype": "float16"}, "--dtype float16: expected float32 or bfloat16"),
+        ({"backend": PLAIN, "dtype": "bfloat16", "only": "tiled"}, "computes in float32"),
         ({"backend": PLAIN, "models": [str(tmp_path)]}, "config.json"),
-        ({"backend": f"{HERE / 'test_verify.py'}:Needy"}, "needs a default for every option"),
-        ({"backend": f"{HERE / 'test_verify.py'}:HERE"}, "BackendPlugin"),
+        ({"backend": PLAIN, "only": "no such thing"}, "--only 'no such thing' is in no variant's name"),
+        ({"backend": f"{own}:Needy"}, "needs a default for every option"),
+        ({"backend": f"{own}:HERE"}, "BackendPlugin"),
+        ({}, "expected the name of a backend, --all or --config"),
+        ({"backend": PLAIN, "every": True}, "--all goes with neither"),
     ):
         with pytest.raises(UserError, match=words):
-            suite.verify(**arguments)  # type: ignore[arg-type]
+            command.run(**arguments)  # type: ignore[arg-type]
 
 
 class Needy:
@@ -245,15 +280,31 @@ class Needy:
         shards: int
 
 
-def test_option_variants_are_booleans_and_literals_one_at_a_time() -> None:
-    from typing import Literal
-
+def test_variants_of_options_are_booleans_literals_and_examples_one_at_a_time() -> None:
     class Config(BaseModel):
         early: bool = True
         how: Literal["a", "b", "c"] = "b"
+        dtype: Literal["float32", "bfloat16"] = "float32"
         size: int = 3
+        parts: int = Field(1, examples=[1, 4])
+        keep: bool | int = Field(True, examples=[False, 2])
+        names: tuple[str, ...] = Field((), examples=[("A", "B")])
 
-    assert suite.option_variants(Config) == [{}, {"early": False}, {"how": "a"}, {"how": "c"}]
+    found = variants.of_options(Config)
+    assert [variant.options for variant in found] == [
+        {"early": False}, {"how": "a"}, {"how": "c"}, {"dtype": "bfloat16"}, {"parts": 4},
+        {"keep": False}, {"keep": 2}, {"names": ("A", "B")},
+    ]  # fmt: skip
+    assert [variant.name for variant in found][-2:] == ["keep=2", "names=A,B"]
+    assert [variant.name for variant in found if variant.rounds] == ["dtype=bfloat16"]
+
+
+def test_what_the_specification_computes_is_the_mathematics_alone() -> None:
+    plain = ModelSpec("m", compute_dtype=torch.bfloat16, trainable=("norm",))
+    asked = replace(plain, layout="packed", checkpointing="full", compile=True, tile_mlp=8)
+    model, optim = variants.specified(asked, OptimSpec(name="muon", offload=True, weight_decay=0.5))
+    assert model == plain
+    assert optim == OptimSpec(name="muon", weight_decay=0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9, 12])
