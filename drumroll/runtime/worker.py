@@ -248,6 +248,7 @@ def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:
 
 
 def optim_spec(config: RunConfig) -> OptimSpec:
+    """The optimizer of `optim`, without its schedule: the learning rate comes with each step."""
     optim = config.optim
     return OptimSpec(
         name=optim.name,
