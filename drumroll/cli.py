@@ -134,6 +134,26 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: drumroll plan recipes/qwen2.5_7b_dapo.yaml --ranks 8 --ranks 64 --memory 80GiB")
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of ranks instead of the recipe's; may be given several times.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="What a rank has, e.g. 80GiB. Default: that of this machine.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, where model.path is not on this machine: weights are not needed.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
+) -> None:
+    """Say how much memory a rank will need in each phase, and what a step sends, before anything is launched."""
+    from drumroll.planner import command
+
+    if not command.run(recipe, overrides or [], ranks or (), memory, model_config, json):
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: drumroll replay runs/quickstart@3 backend.name=ddp runtime.ranks=4")
 def replay(
     run: Annotated[str, typer.Argument(metavar="RUN@STEP", help="Run directory and step, e.g. runs/quickstart@3.", show_default=False)],

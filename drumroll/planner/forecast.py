@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from drumroll import plugins
 from drumroll.algorithms.presets import Algorithm, resolve
-from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.base import ModelSpec, OptimSpec, RankContext
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.config import RunConfig
@@ -124,7 +124,9 @@ def _footprint(config: RunConfig, ranks: int) -> Footprint:
             f"backend.name={config.backend.name} does not say how it divides memory, so nothing can be foreseen: "
             "give its TorchPlugin a footprint (drumroll/backends/footprint.py)"
         )
-    return plugin.footprint(plugins.options("backends", config.backend), ranks)
+    options = plugins.options("backends", config.backend)
+    plugin.placement(options).check(RankContext(rank=0, world_size=ranks, device=torch.device(_device(config))))
+    return plugin.footprint(options, ranks)
 
 
 def _work(config: RunConfig, algorithm: Algorithm | None, ranks: int, sharing: int) -> Work:
@@ -162,7 +164,11 @@ def _built(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
 def _traced(spec: ModelSpec, batch: Batch, device: torch.device, cast: bool) -> Trace:
     """A model of its own: tracing may leave it in another dtype."""
     mode, scorer = build_fake(spec)
-    return trace(mode, scorer, batch, device, cast=cast)
+    try:
+        return trace(mode, scorer, batch, device, cast=cast)
+    except Exception as error:  # fault boundary: the model's own code, which may ask for values that fake tensors do not have
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(f"model {spec.path}: a micro-batch cannot be followed without values: {type(error).__name__}: {said}") from error
 
 
 def _holding(
