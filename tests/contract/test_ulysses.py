@@ -17,7 +17,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, Pre
 from drumroll.algorithms.loss import policy_objective, rl_loss, sft_loss, token_weights
 from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec
 from drumroll.errors import UserError
-from drumroll.models.ulysses import overlaps
+from drumroll.models.ulysses import _attention, overlaps
 from drumroll.packing import collate, denominators
 from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs, TrainSample
 from tests.contract import backend_runs as runs
@@ -350,6 +350,17 @@ def test_what_cannot_be_shared_is_refused(what: str, tmp_path: Path) -> None:
 def test_a_group_size_that_does_not_divide_the_ranks_is_refused(folders: dict[str, Path]) -> None:
     for message in run_ranks(refusal, 2, {"sequence_ranks": 4}, folders["llama 4/4 tied"], {}):
         assert "backend.fsdp2.sequence_ranks=4 does not divide runtime.ranks=2" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"s_aux": torch.zeros(4)}, "gives its attention s_aux"), ({"softcap": 30.0}, "gives its attention softcap"), ({}, "keyword arguments")],
+)
+def test_attention_that_is_more_than_its_operands_is_refused(given: dict[str, Any], expected: str) -> None:
+    """Sinks and caps come with the call; so does the row, unless the model's code drops what it does not know."""
+    heads = torch.zeros(1, 4, 6, 8)
+    with pytest.raises(UserError, match=expected):
+        _attention(torch.nn.Linear(1, 1), heads, heads, heads, None, position_ids=torch.arange(6)[None], use_cache=False, **given)
 
 
 def test_absolute_positions(tmp_path: Path) -> None:
