@@ -167,6 +167,18 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: drumroll diff runs/quickstart runs/quickstart.1\n\nBoth runs need record.digests=K.")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory.", show_default=False)],
+) -> None:
+    """Name the first step at which two runs differ in a recorded number or in a weight; exit code 1 if they do."""
+    from drumroll.pipelines import diff as pipeline
+
+    if not pipeline.diff(first, second):
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: drumroll report runs/quickstart")
 def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]) -> None:
     """Write report.html and the main curve as PNG from the records of a run, also of one that crashed."""

@@ -331,6 +331,7 @@ class RecordConfig(Section):
     rollouts: bool = Field(True, description="write every rollout to rollouts.jsonl")
     batches: bool = Field(True, description="write every training batch, so that `drumroll replay` can train it again")
     tensorboard: bool = True
+    digests: int = Field(0, ge=0, description="steps between records of every weight's digest, for `drumroll diff`; 0: none")
 
 
 class RunConfig(Section):

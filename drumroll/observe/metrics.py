@@ -91,6 +91,14 @@ class EvalRecord:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class DigestRecord:
+    """One line of `digests.jsonl`: every weight as it is after a step."""
+
+    step: int  # of the run's pipeline; 0: before the first
+    digests: dict[str, str]  # HF name (adapters: that of PEFT) -> digest of the float32 tensor (`drumroll.digest`), 16 hexadecimal digits
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RolloutRecord:
     """One line of `rollouts.jsonl`: one response, its reward and why."""
 

@@ -11,8 +11,8 @@ from types import TracebackType
 
 from drumroll.observe.alarms import alarms
 from drumroll.observe.jsonl import JsonlWriter
-from drumroll.observe.metrics import EvalRecord, RolloutRecord, StepRecord
-from drumroll.observe.run import EVALS_FILE, METRICS_FILE, RECORD_FILES, ROLLOUTS_FILE, read_evals, read_steps
+from drumroll.observe.metrics import DigestRecord, EvalRecord, RolloutRecord, StepRecord
+from drumroll.observe.run import DIGESTS_FILE, EVALS_FILE, METRICS_FILE, RECORD_FILES, ROLLOUTS_FILE, read_evals, read_steps
 from drumroll.observe.sinks import Sink
 
 
@@ -23,13 +23,14 @@ class Recorder:
     Opened on a directory that has records (a resumed run), it carries on after them; `cut_back` takes those away that will come again.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), *, rollouts: bool = True) -> None:
+    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), *, rollouts: bool = True, digests: bool = False) -> None:
         self.run_dir = run_dir
         self.records = read_steps(run_dir)
         self.evals = read_evals(run_dir)
         self._metrics = JsonlWriter(run_dir / METRICS_FILE)
         self._evals = JsonlWriter(run_dir / EVALS_FILE)
         self._rollouts = JsonlWriter(run_dir / ROLLOUTS_FILE) if rollouts else None
+        self._digests = JsonlWriter(run_dir / DIGESTS_FILE) if digests else None
         self._sinks = list(sinks)
 
     def step(self, record: StepRecord) -> None:
@@ -49,6 +50,11 @@ class Recorder:
         """Record rollouts of training or evaluation (`metrics.rollout_records`), unless the run is told not to."""
         if self._rollouts is not None:
             self._rollouts.write_all(records)
+
+    def digests(self, record: DigestRecord) -> None:
+        """Record the weights' digests. The recorder was opened for it."""
+        assert self._digests is not None, "opened without digests"
+        self._digests.write(record)
 
     def note(self, text: str) -> None:
         """Tell the reader of the log something."""
@@ -98,7 +104,7 @@ class Recorder:
         self.close()
 
     def _writers(self) -> list[JsonlWriter]:
-        return [writer for writer in (self._metrics, self._evals, self._rollouts) if writer is not None]
+        return [writer for writer in (self._metrics, self._evals, self._rollouts, self._digests) if writer is not None]
 
     def _each(self, act: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks):

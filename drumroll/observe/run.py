@@ -9,16 +9,17 @@ from typing import TypeVar
 
 from drumroll.errors import UserError
 from drumroll.observe import jsonl
-from drumroll.observe.metrics import EvalRecord, RolloutRecord, StepRecord
+from drumroll.observe.metrics import DigestRecord, EvalRecord, RolloutRecord, StepRecord
 from drumroll.observe.summary import Summary, read_summary
 
-R = TypeVar("R", StepRecord, EvalRecord)
+R = TypeVar("R", StepRecord, EvalRecord, DigestRecord)
 
 CONFIG_FILE = "config.yaml"  # the resolved config
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-RECORD_FILES = (METRICS_FILE, EVALS_FILE, ROLLOUTS_FILE)  # appended to
+DIGESTS_FILE = "digests.jsonl"
+RECORD_FILES = (METRICS_FILE, EVALS_FILE, ROLLOUTS_FILE, DIGESTS_FILE)  # appended to
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 PICTURE_FILE = "reward.png"
@@ -71,6 +72,15 @@ def read_evals(run_dir: Path) -> list[EvalRecord]:
     stack: list[EvalRecord] = []
     for row in jsonl.read(path):
         _rewind(stack, jsonl.decode(EvalRecord, row, str(path)))
+    return stack
+
+
+def read_digests(run_dir: Path) -> list[DigestRecord]:
+    """Digests of the weights in order of their step; like `read_steps` for a resumed run."""
+    path = run_dir / DIGESTS_FILE
+    stack: list[DigestRecord] = []
+    for row in jsonl.read(path):
+        _rewind(stack, jsonl.decode(DigestRecord, row, str(path)))
     return stack
 
 

@@ -22,7 +22,7 @@ from drumroll.data.stream import Cursor
 from drumroll.errors import UserError
 from drumroll.observe.closing import closing
 from drumroll.observe.console import console_sink
-from drumroll.observe.metrics import StepPhase
+from drumroll.observe.metrics import DigestRecord, StepPhase
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.report import write_report
 from drumroll.observe.run import CONFIG_FILE, SUMMARY_FILE, TENSORBOARD_DIR
@@ -94,6 +94,7 @@ class Session:
         """The first step to do. A resumed run stands afterwards where its checkpoint stood: ranks, data, records."""
         if self.resumed is None:
             rng.seed(self.config.seed)  # for a user's rewards: nothing of ours draws from them
+            self._record_digests(policy, 0)
             return 1
         checkpoint, state = self.resumed.checkpoint, self.resumed.state
         policy.restore(checkpoint, state, generators=self.resumed.exact)
@@ -137,13 +138,20 @@ class Session:
         return self.signals.deferred() if self.saver is not None else nullcontext()
 
     def after_step(self, policy: Policy, step: int, stream: Stream) -> None:
-        """Everything about `step` is recorded: save a checkpoint where the config asks for one."""
+        """Metrics of `step` are recorded: record the weights and save a checkpoint where the config asks for it."""
+        self._record_digests(policy, step)
         if self.saver is not None:
             self._boundary = Boundary(self._state(policy, step, stream.state()), rng.capture())
             if self.saver.due(step):
                 self.recorder.sync()
             self.saver.after_step(policy, self._boundary)
             self.leave_if_asked(policy)
+
+    def _record_digests(self, policy: Policy, step: int) -> None:
+        every = self.config.record.digests
+        if every and (step % every == 0 or step == self.config.max_steps):
+            digests = {name: f"{value:016x}" for name, value in policy.digests().items()}
+            self.recorder.digests(DigestRecord(step=step, digests=digests))
 
     def leave_if_asked(self, policy: Policy) -> None:
         """Where a signal has asked for it: save the last whole step, whose parameters `policy` must still have, and end the run.
@@ -201,7 +209,8 @@ def open_session(config: RunConfig, resumed: Resumed | None = None) -> Iterator[
     """
     run_dir = Path(config.run_dir)
     kept = _make_room(run_dir) if resumed is None else None
-    recorder = Recorder(run_dir, [console_sink(config.run_dir, _totals(config))], rollouts=config.record.rollouts)
+    sinks = [console_sink(config.run_dir, _totals(config))]
+    recorder = Recorder(run_dir, sinks, rollouts=config.record.rollouts, digests=config.record.digests > 0)
     session = Session(config, run_dir, recorder, Signals(), resumed)
     if resumed is None:
         configs.dump(config, run_dir / CONFIG_FILE)

@@ -79,6 +79,14 @@ class Policy:
         self.version += 1
         return self._ranks.call(Worker.push, self.version)[0]
 
+    def digests(self) -> dict[str, int]:
+        """Name -> digest of every weight. Raises RunError when two ranks disagree about one."""
+        first, *others = self._ranks.call(Worker.digests)
+        for rank, other in enumerate(others, 1):
+            if wrong := [name for name in first if other.get(name) != first[name]]:
+                raise RunError(f"ranks 0 and {rank} hold different weights: {', '.join(wrong[:3])} ({len(wrong)} of {len(first)})")
+        return first
+
     def export(self, out: Path) -> None:
         """Write a HF model folder."""
         self._ranks.call(Worker.export, out)

@@ -141,6 +141,10 @@ class Worker:
         dtype = model_spec(self._spec.config, self._spec.folder, self._ctx.device).compute_dtype
         return self._transport.push(self._trainer, self._sampler, dtype, version)
 
+    def digests(self) -> dict[str, int]:
+        """Name -> digest of every weight of the policy as it is stored, adapters apart: nothing is gathered."""
+        return self._trainer.digests(torch.float32, apart=True)
+
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
         """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. No other is under way."""
         rng.write(draft.generators(self._ctx.rank), rng.capture())
