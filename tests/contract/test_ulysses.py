@@ -354,7 +354,7 @@ def test_a_group_size_that_does_not_divide_the_ranks_is_refused(folders: dict[st
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({"s_aux": torch.zeros(4)}, "gives its attention s_aux"), ({"softcap": 30.0}, "gives its attention softcap"), ({}, "keyword arguments")],
+    [({"s_aux": torch.zeros(4)}, "its attention s_aux"), ({"softcap": 30.0}, "its attention softcap"), ({}, "keyword arguments")],
 )
 def test_attention_that_is_more_than_its_operands_is_refused(given: dict[str, Any], expected: str) -> None:
     """Sinks and caps come with the call; so does the row, unless the model's code drops what it does not know."""
