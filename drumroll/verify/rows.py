@@ -165,16 +165,18 @@ def bit_equal(labels: Labels, reports: Sequence[Report], expected: Report) -> Ch
 
 def memory(labels: Labels, reports: Sequence[Report], case: Case, divisors: Mapping[Kind, int] | None) -> list[CheckRow]:
     """Float32 storage of everything, by the backend's own account, and that account against the tensors that are there."""
+    off = [abs(sum(report.memory.values()) / report.live_bytes - 1.0) if report.live_bytes > 0 else math.inf for report in reports]
+    worst = max(range(len(off)), key=off.__getitem__)
+    told = f"rank {worst} says {reports[worst].memory}; its tensors take {reports[worst].live_bytes} bytes"
+    everything = labels.row("memory: all tensors", off[worst], told)
+    if case.model.lora is not None:
+        return [everything]  # what trains is not of the model
     shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable) for kind in _BYTES}
     rows = []
     for kind, size in _BYTES.items():
         held = sum(report.memory.get(kind, 0) for report in reports)
         rows.append(labels.at_least_one(f"memory: {kind}", held / (size * _elements(shapes[kind]))))
-    off = [abs(sum(report.memory.values()) / report.live_bytes - 1.0) if report.live_bytes > 0 else math.inf for report in reports]
-    worst = max(range(len(off)), key=off.__getitem__)
-    told = f"rank {worst} says {reports[worst].memory}; its tensors take {reports[worst].live_bytes} bytes"
-    rows.append(labels.row("memory: all tensors", off[worst], told))
-    return rows if divisors is None else [*rows, *_by_formula(labels, reports, shapes, divisors)]
+    return [*rows, everything, *(_by_formula(labels, reports, shapes, divisors) if divisors is not None else ())]
 
 
 def _by_formula(
@@ -223,12 +225,13 @@ def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[Ch
 
 def _furthest(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], prefix: str, case: Case) -> tuple[float, str]:
     """Largest `distance` of the tensors below `prefix`; those of a kind (weights, either moment) have one floor."""
+    wanted = {name: tensor for name, tensor in expected.items() if name.startswith(prefix)}
     largest: dict[str, float] = {}
-    for name, tensor in expected.items():
+    for name, tensor in wanted.items():
         largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(tensor.abs().max()))
     worst = (0.0, "")
-    for name in (name for name in expected if name.startswith(prefix)):
-        value, why = distance(saved[name], expected[name], FLOORS[case.dtype] * largest[_kind(name)]) if name in saved else (math.inf, "")
+    for name, tensor in wanted.items():
+        value, why = distance(saved[name], tensor, FLOORS[case.dtype] * largest[_kind(name)]) if name in saved else (math.inf, "")
         worst = max(worst, (value, f"{name}{why}"), key=lambda found: found[0])
     return worst
 

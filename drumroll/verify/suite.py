@@ -132,7 +132,7 @@ class Prepared:
     def _of(self, variant: Variant, tested: Sequence[Subject], specification: Specification) -> Iterator[Job]:
         cases = [self._case(variant, subject, specification) for subject in tested]
         yield from jobs(cases, variant)
-        if Probe.skip in variant.scenarios:
+        if Probe.skip in variant.scenarios and self._setup.model.lora is None:
             for case in _pair(cases):
                 if not case.subject.tied:
                     alone = self._case(frozen_body(case.subject), case.subject, specification)

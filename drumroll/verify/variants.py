@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from pydantic import BaseModel
 
-from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec
 from drumroll.verify.batches import SPLITS, WHOLE, Split
 from drumroll.verify.probe import Probe, Scenario
 
@@ -52,6 +52,7 @@ COMMON = (
     Variant(name="tiled MLP", model={"tile_mlp": 16}),
     Variant(name="compiled blocks", model={"compile": True}, splits=SPLITS[1:2], one_model=True, patience=5),
     Variant(name="one block and norms train", model={"trainable": (r"\.1\.", "norm")}, scenarios=(*_STATE, Probe.memory)),
+    Variant(name="LoRA", model={"lora": LoraSpec(rank=4)}, scenarios=_STATE),
     Variant(name="AdamW off-loaded", optim={"offload": True}, scenarios=_STATE),
     Variant(name="Muon", optim={"name": "muon"}, scenarios=_STATE),
     # It divides by the size of each gradient, and that of the bias of attention's keys is nothing but rounding.
@@ -94,6 +95,7 @@ def specified(model: ModelSpec, optim: OptimSpec) -> tuple[ModelSpec, OptimSpec]
         compute_dtype=model.compute_dtype,
         temperature=model.temperature,
         trainable=model.trainable,
+        lora=model.lora,
         trust_remote_code=model.trust_remote_code,
     )
     return plain, replace(optim, offload=False)
