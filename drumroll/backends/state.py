@@ -7,6 +7,7 @@ for and is silent about the rest of a checkpoint.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -76,7 +77,17 @@ def _write(directory: Path, tensors: Mapping[str, torch.Tensor], group: dist.Pro
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise RunError(f"{directory}: rank {rank} cannot write its part of the checkpoint: {type(cause).__name__}: {cause}") from error
+        raise RunError(
+            f"{directory}: rank {rank} cannot write its part of the checkpoint: {type(cause).__name__}: {cause} ({_space(directory)}); "
+            "free the disk, then resume the run from the checkpoint before"
+        ) from error
+
+
+def _space(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 2**30:.2f} GiB free there"
+    except OSError as error:
+        return f"its file system cannot be asked for its space: {error}"
 
 
 def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:

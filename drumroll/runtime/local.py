@@ -298,8 +298,9 @@ def _serve(
         pipe.send((False, _Failure(rank, str(error), user_error=True)))
     except EOFError:
         pass  # the driver is gone
-    except BaseException:  # noqa: BLE001 - fault boundary: the driver raises it
-        pipe.send((False, _Failure(rank, traceback.format_exc())))
+    except BaseException as error:  # noqa: BLE001 - fault boundary: the driver raises it
+        words = str(error) if isinstance(error, RunError) else traceback.format_exc()  # a RunError says what its reader needs
+        pipe.send((False, _Failure(rank, words)))
         sys.stdout.flush()
         os._exit(1)  # not sys.exit: a peer may wait for us in a collective, and destructors must not wait for it in turn
 
