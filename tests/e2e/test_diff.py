@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(400)
 def test_diff_names_where_runs_part(tmp_path: Path) -> None:
     """On two ranks of another backend the weights before the first step are the same, bit for bit; after it they are not."""
     changes = {
-        "one": ["backend.name=single"],
-        "same": ["backend.name=single"],
+        "one": ["backend.name=single", "runtime.ranks=1"],
+        "same": ["backend.name=single", "runtime.ranks=1"],
         "other": ["backend.name=fsdp2", "runtime.ranks=2"],
     }
     for name, overrides in changes.items():
