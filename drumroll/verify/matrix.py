@@ -43,8 +43,9 @@ def mark(cell: Cell | None) -> str:
         return "n/a"
     worst = share(cell.worst) if cell.worst is not None else 0.0
     told = "" if math.isinf(worst) else f" {worst:.2f}" if worst < 10 else f" {worst:.0f}"
-    bits = {None: "", 0.0: ", bit-equal"}.get(cell.differing_bits, "")
-    return f"{'pass' if cell.passed else 'FAIL'}{told}{bits}"
+    bits = cell.differing_bits
+    equal = "" if bits is None else f", {bits:.0f} differ in bits" if bits else ", bit-equal"
+    return f"{'pass' if cell.passed else 'FAIL'}{told}{equal}"
 
 
 def show_matrix(console: Console, matrix: Matrix, title: str) -> None:
