@@ -21,7 +21,7 @@ def row(check: str, value: float, tolerance: float | None = 1e-5, passed: bool =
 GOOD = Cell("as it is", "ours", 2, [row("gradients", 2e-6), row("loss", 5e-6), row("memory: parameter", 2.0, 1.0)], 1.5)
 BITS = Cell("one rank", "ours", 1, [row("gradients", 0.0), row(BIT_EQUAL, 0.0, None)], 0.5)
 FAILED = [row("gradients", 0.5, 1e-5, False, "rank 1, <b>"), row("names saved", 2.0, 0.0, False, "x|y")]
-BAD = Cell("as it is", "theirs", 2, [FAILED, 2.0)
+BAD = Cell("as it is", "theirs", 2, FAILED, 2.0)
 REFUSED = Cell("one rank", "theirs", 1, [row(NOT_APPLICABLE, 0.0, None, True, "needs two ranks")], 0.1)
 MATRIX = Matrix([GOOD, BITS, BAD, REFUSED])
 
