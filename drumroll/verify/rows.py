@@ -171,11 +171,12 @@ def memory(labels: Labels, reports: Sequence[Report], case: Case, divisors: Mapp
     everything = labels.row("memory: all tensors", off[worst], told)
     if case.model.lora is not None:
         return [everything]  # what trains is not of the model
-    shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable) for kind in _BYTES}
+    kinds = [kind for kind in _BYTES if kind != OPTIMIZER or case.optim.name == "adamw"]  # others have less state than two moments
+    shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable) for kind in kinds}
     rows = []
-    for kind, size in _BYTES.items():
+    for kind in kinds:
         held = sum(report.memory.get(kind, 0) for report in reports)
-        rows.append(labels.at_least_one(f"memory: {kind}", held / (size * _elements(shapes[kind]))))
+        rows.append(labels.at_least_one(f"memory: {kind}", held / (_BYTES[kind] * _elements(shapes[kind]))))
     return [*rows, everything, *(_by_formula(labels, reports, shapes, divisors) if divisors is not None else ())]
 
 
@@ -186,15 +187,14 @@ def _by_formula(
 
     A kind that is cut over n ranks takes 1/n of its bytes, and what it takes to fill the rows of every tensor up to a multiple of n.
     """
-    most, wanted, filled = dict[Kind, int](), dict[Kind, float](), dict[Kind, float]()
-    for kind, size in _BYTES.items():
-        parts = divisors[kind]
+    most, wanted = dict[Kind, int](), dict[Kind, float]()
+    for kind, of_kind in shapes.items():
+        parts, size = divisors[kind], _BYTES[kind]
         most[kind] = max(report.memory.get(kind, 0) for report in reports)
-        wanted[kind] = size * _elements(shapes[kind]) / parts
-        filled[kind] = size * sum(-(-shape[0] // parts) * math.prod(shape[1:]) for shape in shapes[kind])
-    for kind, parts in ((kind, divisors[kind]) for kind in _BYTES):
-        told = f"{most[kind]} bytes, expected {wanted[kind]:.0f} (1/{parts} of it all), {filled[kind]:.0f} with whole rows"
-        bound = FORMULA_BOUND + filled[kind] / wanted[kind] - 1.0
+        wanted[kind] = size * _elements(of_kind) / parts
+        filled = size * sum(-(-shape[0] // parts) * math.prod(shape[1:]) for shape in of_kind)
+        told = f"{most[kind]} bytes, expected {wanted[kind]:.0f} (1/{parts} of it all), {filled} with whole rows"
+        bound = FORMULA_BOUND + filled / wanted[kind] - 1.0
         yield labels.at_most(f"memory: {kind} beyond 1/{parts}", most[kind] / wanted[kind] - 1.0, bound, told)
     yield labels.measured(BYTES_PER_PARAMETER, sum(most.values()) / _elements(shapes[PARAMETER]))
     yield labels.measured(BYTES_BY_FORMULA, sum(wanted.values()) / _elements(shapes[PARAMETER]))

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from typer.testing import CliRunner
 
+from drumroll import plugins
 from drumroll.backends.base import ModelSpec, OptimSpec
 from drumroll.cli import app
 from drumroll.errors import UserError
@@ -91,6 +92,43 @@ def test_a_wrong_backend_fails_on_the_command_line(fault: str, tmp_path: Path) -
     assert "where" in worst.options
     if fault == "Averages":
         assert worst.value == pytest.approx(0.5, rel=1e-3)  # two ranks: half of the gradient
+
+
+def test_all_backends_in_one_variant(tmp_path: Path) -> None:
+    """One row of the matrix, with every file that is written of it."""
+    files = {kind: tmp_path / f"verified.{kind}" for kind in ("json", "html", "markdown")}
+    arguments = [text for kind, file in files.items() for text in (f"--{kind}", str(file))]
+    result = CliRunner().invoke(app, ["verify", "--all", "--only", "one block", *arguments])
+    assert result.exit_code == 0, result.output
+    rows = read_rows(files["json"])
+    assert {row.backend for row in rows} == set(plugins.names("backends"))
+    assert {row.ranks for row in rows if row.backend != plugins.SPECIFICATION_BACKEND} == {2}
+    assert {row.options["variant"] for row in rows} == {"one block and norms train"}
+    assert failed(rows) == set()
+    for name in plugins.names("backends"):
+        assert f"{name}, one block and norms train: pass" in result.output
+        assert f"<th>{name}</th>" in files["html"].read_text()
+        assert f"| one block and norms train | {name} |" in files["markdown"].read_text()
+
+
+def test_what_a_recipe_would_run_is_verified(tmp_path: Path) -> None:
+    """Its model, its backend with its options, its optimizer, its way to compute; hyper-parameters are the suite's."""
+    (subject, *_) = subjects.builtin(tmp_path / "models")
+    backend = "zero1"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"pipeline: sft\nmax_steps: 1\nrun_dir: {tmp_path / 'run'}\ndata: {{train: {{task: sort}}}}\nruntime: {{ranks: 2}}\n"
+        f"model: {{path: {subject.path}, checkpointing: full, tile_mlp: 8, trainable: [norm, mlp]}}\n"
+        f"optim: {{name: muon, lr: 0.5, weight_decay: 0.7}}\nbackend: {{name: {backend}, {backend}: {{bucket_mb: 0.5}}}}\n"
+    )
+    result = CliRunner().invoke(app, ["verify", "--config", str(recipe), "--json", str(tmp_path / "rows.json")])
+    assert result.exit_code == 0, result.output
+    rows = read_rows(tmp_path / "rows.json")
+    assert failed(rows) == set()
+    assert {(row.backend, row.ranks, row.options["variant"]) for row in rows} == {(backend, 2, "as the recipe says")}
+    assert {row.options["bucket_mb"] for row in rows} == {0.5}
+    assert {row.options["model"] for row in rows} == {Path(subject.path).name}
+    assert {"weights in the files", "skip: next parameters", "sleep: bytes held"} <= {row.check for row in rows}
 
 
 @pytest.fixture(scope="module")
