@@ -56,7 +56,7 @@ class Config(Section):
     wrap: tuple[str, ...] = Field(
         (),
         description="class names of the modules that are units; empty: every transformer block",
-        examples=[("LlamaAttention", "LlamaMLP"), ("Qwen3Attention", "Qwen3MLP")],
+        examples=[("LlamaDecoderLayer", "LlamaMLP"), ("Qwen3DecoderLayer", "Qwen3MLP")],
     )
     embeddings: Literal["root", "apart"] = Field(
         "root", description="embedding and head in the root unit, which stays gathered, or units of their own (one, where they are tied)"
