@@ -18,7 +18,8 @@ LAYERS = [
     "cli __main__",
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split()}
-DOORS = {"peft": "drumroll.models.lora", "ray": "drumroll.runtime.ray", "vllm": "drumroll.engines.vllm"}  # package -> the only module that may import it
+# Package -> the only module that may import it.
+DOORS = {"peft": "drumroll.models.lora", "ray": "drumroll.runtime.ray", "vllm": "drumroll.engines.vllm"}
 MODULES = modules()
 NAMES = {module.name for module in MODULES}
 

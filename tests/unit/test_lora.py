@@ -137,7 +137,7 @@ def test_a_folder_comes_back_and_one_that_does_not_fit_is_refused(folder: Path, 
     ):
         with pytest.raises(UserError, match=fault):
             lora.read_folder(tmp_path, other, shapes)
-    with pytest.raises(UserError, match="1 names are not those of model.lora.targets, first x.lora_A.weight, missing in the file"):
+    with pytest.raises(UserError, match=r"1 names are not those of model.lora.targets, first x.lora_A.weight, missing in the file"):
         lora.read_folder(tmp_path, spec, {**shapes, "x.lora_A.weight": torch.Size((4, 32))})
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
     with pytest.raises(UserError, match="'use_dora': True"):
