@@ -51,7 +51,7 @@ def mark(cell: Cell | None) -> str:
 def show_matrix(console: Console, matrix: Matrix, title: str) -> None:
     """Print the matrix."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    table.add_column("variant", overflow="fold")
+    table.add_column("variant", no_wrap=True)
     for backend in matrix.backends:
         table.add_column(escape(backend), overflow="fold")
     table.add_column("seconds", justify="right")

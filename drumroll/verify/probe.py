@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from drumroll.verify.reference import Observer, differing, fingerprints
 from drumroll.verify.subjects import Subject
 
 FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # see Observer
+SETTLING, SETTLING_S = 10, 1.0  # looks, and seconds that they take together
 SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
 FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
 FOREIGN_STEP = f"step after {plugins.SPECIFICATION_BACKEND}'s save"
@@ -143,7 +145,7 @@ class Probe:
             report.live_bytes = live_bytes(self._ctx.device)
         _close(backend)
         with checking("memory: after close"):
-            left = live_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
+            left = _settled_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
             report.observer.note("memory: after close", left, "share of the tensors that are still there")
         return report
 
@@ -337,6 +339,17 @@ def live_bytes(device: torch.device) -> int:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _settled_bytes(device: torch.device) -> int:
+    """`live_bytes` once they stop falling: a collective's own thread lets go of its tensors a moment after it is done."""
+    left = live_bytes(device)
+    for _ in range(SETTLING):
+        if not left:
+            break
+        time.sleep(SETTLING_S / SETTLING)
+        left = live_bytes(device)
+    return left
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from drumroll.types import Stat
 from drumroll.verify.probe import FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, Case, Report
 from drumroll.verify.reference import Deviation, differing, distance
 
+CHANGE = "change of the parameters"
 # (float32, bfloat16). Relative to the largest absolute value of a tensor, or to a number's own size. What is not listed must be exact: 0.
 _NUMBERS = (1e-5, 2e-2)
 _WEIGHTS = (1e-5, 2e-3)  # three steps change a weight by about a hundredth of its size, so this is far tighter than it looks
@@ -35,7 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "gradients of later steps": (1e-5, 5e-2),
     "gradient norm": _NUMBERS,
     "parameters after 3 steps": _WEIGHTS,
-    "change of the parameters": (5e-4, 2e-1),  # float32 rounds a weight by up to 1e-4 of such a change
+    CHANGE: (5e-4, 2e-1),  # float32 rounds a weight by up to 1e-4 of such a change
     "log-probs after 3 steps": _NUMBERS,
     "entropy after 3 steps": _NUMBERS,
     "weights saved": _WEIGHTS,
@@ -79,9 +80,9 @@ class Labels:
     dtype: torch.dtype
     noise: dict[str, float] = field(default_factory=dict)  # check -> distance of the specification from itself, where it was measured
 
-    def row(self, check: str, value: float, where: str = "") -> CheckRow:
-        """A row that passes within the check's bound; `where` is kept where it does not."""
-        bound = BOUNDS.get(check, (0.0, 0.0))[self.dtype is torch.bfloat16]
+    def row(self, check: str, value: float, where: str = "", like: str = "") -> CheckRow:
+        """A row that passes within the check's bound, or that of the check `like`; `where` is kept where it does not."""
+        bound = BOUNDS.get(like or check, (0.0, 0.0))[self.dtype is torch.bfloat16]
         if bound > 0:
             bound = max(bound, NOISE_FACTOR * self.noise.get(_NOISE_OF.get(check, check), 0.0))
         return self._row(check, value, bound, value <= bound, where)
@@ -214,9 +215,10 @@ def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[Ch
     expected = read_checkpoint(case.reference / SAVED)
     wrong = sorted(saved.keys() ^ expected.keys())
     changed = [name for name in saved if name not in again or not torch.equal(saved[name], again[name])]
+    fresh = case.model.lora is not None and case.model.lora.start is None  # adapters began at 0: what they are is how they changed
     return [
         labels.row("names saved", len(wrong), f"missing or unexpected: {wrong[:3]}"),
-        labels.row("weights in the files", *_furthest(saved, expected, state.MODEL, case)),
+        labels.row("weights in the files", *_furthest(saved, expected, state.MODEL, case), like=CHANGE if fresh else ""),
         labels.row("moments in the files", *_furthest(saved, expected, state.OPTIMIZER, case)),
         labels.row("state as restored", len(changed), f"saved again after loading, these differ: {changed[:3]}"),
         agreeing(labels, reports),
