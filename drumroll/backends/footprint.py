@@ -17,7 +17,7 @@ class Gathering:
     """How parameters that no rank holds whole become so, unit by unit, around the computation that needs them."""
 
     units: Callable[[Scorer], Sequence[Unit]]  # inner ones first; what is in none forms the root unit, gathered from forward to backward
-    between: int  # ranks over which a unit lies between its forward and its backward; 1: it stays whole
+    between: int  # ranks over which a unit lies between its forward and its backward; 0: it stays whole
     arrives_apart: bool  # a unit arrives in memory of its own, kept until the next one has arrived, and is laid out from there
     ahead_forward: int = 0  # units gathered before the computation reaches them
     ahead_backward: int = 1

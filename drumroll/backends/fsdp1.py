@@ -346,7 +346,7 @@ def footprint(options: Config, ranks: int) -> Footprint:
         flat=True,
         gathering=Gathering(
             units=lambda scorer: [list(block.parameters()) for block in scorer.blocks],
-            between=ranks if options.reshard_after_forward else 1,
+            between=ranks if options.reshard_after_forward else 0,
             arrives_apart=False,
         ),
         every_micro=options.grad_sync == "every",

@@ -237,7 +237,7 @@ def footprint(options: Config, ranks: int) -> Footprint:
         optimizer=shards,
         gathering=Gathering(
             units=partial(_units, options),
-            between=(shards if keep else 1) if isinstance(keep, bool) else keep,
+            between=shards * int(keep) if isinstance(keep, bool) else keep * (keep > 1),
             arrives_apart=True,
             ahead_forward=options.prefetch_forward,
             ahead_backward=max(1, options.prefetch_backward),

@@ -73,6 +73,7 @@ class _Head(torch.autograd.Function):
             if entropy:
                 entropy_N[rows] = log_sum_C - p_CV.mul_(shifted_CV).sum(dim=1) / sum_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, partition_N, entropy_N)
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing in backward
         ctx.temperature = temperature
         ctx.with_entropy = entropy
         return logprobs_N, entropy_N

@@ -57,11 +57,11 @@ def measure(backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, dev
     """Score, train and hand out weights once to warm up, then once under watch. Collective."""
     micro = micro_batch(batch, device)
     for _ in range(2):  # DDP makes its buckets anew after the first step
-        list(_train(backend, micro, micros))
+        train(backend, batch, micros, device)
         backend.step(0.0)
     peaks: dict[str, int] = {}
     peaks[LOGPROBS] = _watched(backend, device, lambda: backend.logprobs(micro))
-    peaks[TRAIN] = _watched(backend, device, lambda: list(_train(backend, micro, micros)))
+    peaks[TRAIN] = _watched(backend, device, lambda: train(backend, batch, micros, device))
     rest = backend.memory()
     peaks[STEP] = _watched(backend, device, lambda: backend.step(0.0))
     peaks[PUSH] = _watched(backend, device, lambda: [len(bucket) for bucket in backend.weights(dtype)])
@@ -80,10 +80,11 @@ def micro_batch(batch: Batch, device: torch.device) -> MicroBatch:
     )
 
 
-def _train(backend: Backend, micro: MicroBatch, micros: int) -> Iterator[None]:
+def train(backend: Backend, batch: Batch, micros: int, device: torch.device) -> None:
+    """Forward and backward of all micro-batches, without the step. Collective."""
+    micro = micro_batch(batch, device)
     for index in range(micros):
         backend.forward_backward(micro, _loss, Denominators(1, 1, 1), last=index == micros - 1)
-        yield
 
 
 def _loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators) -> LossOutput:

@@ -82,6 +82,12 @@ class Scene:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def gathers(self) -> bool:
+        """Whether units are made whole to be computed with; in one rank, some backends do it still."""
+        gathering = self.footprint.gathering
+        return gathering is not None and (self.footprint.parameter > 1 or gathering.arrives_apart)
+
     def rest(self, *, sampling: bool = False) -> Terms:
         """What is there in any phase: while the engine samples, or while it does not."""
         away = sampling and self.take_turns
@@ -161,14 +167,14 @@ def _train(scene: Scene) -> Iterator[Terms]:
 def _moments(scene: Scene, segment: Segment) -> Iterator[Terms]:
     """Of one block in one direction: its unit is gathered, it computes, its gradients are reduced."""
     gathering = scene.footprint.gathering
-    if gathering is None or scene.footprint.parameter == 1:
+    if gathering is None or not scene.gathers:
         yield {ACTIVATIONS: segment.most}
         return
     units = scene.units_of(segment.block)
     own = sum(map(scene.unit, units))
     around = scene.unit(OUTSIDE) + _kept(scene, segment) + _ahead(scene, segment)
     unreduced = _unit_gradients(scene, units) if segment.kind == "backward" else 0
-    arriving = own if gathering.arrives_apart else 0
+    arriving = own if gathering.arrives_apart and scene.footprint.parameter > 1 else 0
     yield {ACTIVATIONS: segment.start, GATHERED: around + own + arriving}
     yield {ACTIVATIONS: segment.most, GATHERED: around + own + _lingering(scene, segment), UNREDUCED: unreduced}
     if segment.kind == "backward":
@@ -189,13 +195,13 @@ def _kept(scene: Scene, segment: Segment) -> int:
         return 0
     here = _order(scene, segment.block)
     earlier = {t.unit for t in scene.tensors if t.unit != OUTSIDE and _order(scene, t.block if t.block != OUTSIDE else EDGE) < here}
-    return sum(scene.unit(unit) // gathering.between for unit in earlier)
+    return sum(scene.unit(unit) // max(1, gathering.between) for unit in earlier)
 
 
 def _ahead(scene: Scene, segment: Segment) -> int:
     gathering = scene.footprint.gathering
     assert gathering is not None
-    if segment.kind == "backward" and gathering.between == 1:
+    if segment.kind == "backward" and gathering.between == 0:
         return 0
     step, depth = (1, gathering.ahead_forward) if segment.kind == "forward" else (-1, gathering.ahead_backward)
     here = _order(scene, segment.block)
@@ -207,10 +213,10 @@ def _lingering(scene: Scene, segment: Segment) -> int:
     """What the last unit to arrive arrived in: in forward that of the block itself, afterwards that of forward's last one."""
     gathering = scene.footprint.gathering
     assert gathering is not None
-    if not gathering.arrives_apart:
+    if not gathering.arrives_apart or scene.footprint.parameter == 1:
         return 0
     last = max(tensor.block for tensor in scene.tensors)
-    if segment.kind == "backward" and segment.block != HEAD and gathering.between != 1:
+    if segment.kind == "backward" and segment.block != HEAD and gathering.between > 0:
         return 0
     block = last if segment.kind == "backward" or segment.block == HEAD else segment.block
     return sum(map(scene.unit, scene.units_of(block) or [OUTSIDE]))
@@ -228,7 +234,7 @@ def _during_backward(scene: Scene, segment: Segment) -> Terms:
     footprint = scene.footprint
     terms = _before_backward(scene)
     trained = [tensor for tensor in scene.tensors if tensor.trained]
-    if footprint.gathering is not None and footprint.parameter > 1:
+    if scene.gathers:
         root_head = sum(t.numel for t in trained if t.unit == OUTSIDE and t.head)
         terms[UNREDUCED] = terms.get(UNREDUCED, 0) + root_head * scene.itemsize
         terms[GRADIENTS] = scene.state.gradient if scene.micros > 1 else _reduced(scene, segment)
@@ -263,7 +269,7 @@ def _reduction(scene: Scene, units: Sequence[int]) -> int:
 
 def _root_reduced(scene: Scene) -> Iterator[Terms]:
     """The end of backward: the root's gradients are reduced last."""
-    if scene.footprint.gathering is None or scene.footprint.parameter == 1:
+    if not scene.gathers:
         return
     whole = _unit_gradients(scene, [OUTSIDE]) + _reduction(scene, [OUTSIDE])
     yield {**scene.rest(), **_before_backward(scene), GRADIENTS: scene.state.gradient, UNREDUCED: whole}
@@ -281,7 +287,7 @@ def _push(scene: Scene, itemsize: int) -> int:
     """A bucket of whole tensors: cast, or gathered as well (as it arrives, and as it is laid out)."""
     bucket = states.largest(scene.tensors, BUCKET_BYTES, itemsize)
     gathering = scene.footprint.gathering
-    if gathering is None or scene.footprint.parameter == 1:
+    if gathering is None or (scene.footprint.parameter == 1 and gathering.arrives_apart):
         return 0 if itemsize == 4 else bucket
     pieces = bucket // scene.footprint.parameter if itemsize < 4 or gathering.arrives_apart else 0  # cast, or laid end to end
     return 2 * bucket + pieces if gathering.arrives_apart else bucket + pieces

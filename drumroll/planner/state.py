@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -126,22 +127,28 @@ def _optimizer(trained: Sequence[Stored], footprint: Footprint, optim: OptimSpec
     """Bytes of its state on the device and in host memory: that of the optimizer itself, over tensors without memory."""
     with FakeTensorMode():
         made = _make(trained, footprint, optim, _pieces(trained, footprint, "meta"))
-        tensors = [tensor for kinds in (made.moments(), made.shared()) for of_kind in kinds.values() for tensor in of_kind.values()]
+        tensors = _kept(made)
         host = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
         return sum(tensor.nbytes for tensor in tensors) - host, host
 
 
 def _step(trained: Sequence[Stored], footprint: Footprint, optim: OptimSpec) -> int:
-    """The most that a step makes beyond state and gradients: by taking one on fake tensors, and then sharing what was stepped."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    """The most that a step makes beyond state and gradients: by taking one on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by which an optimizer asks what aliases what
         pieces = _pieces(trained, footprint, "cpu")
         made = _make(trained, footprint, optim, pieces)
         gradients = {name: torch.empty_like(piece) for name, piece in pieces.items()}
-        live = Live([*pieces.values(), *gradients.values()])
+        live = Live([*pieces.values(), *gradients.values(), *_kept(made)])
         live.mark("forward", OUTSIDE)
         with live:
             made.step(gradients, 1e-6)
     return live.segments[-1].most
+
+
+def _kept(optimizer: optimizers.Optimizer) -> list[torch.Tensor]:
+    kinds = (*optimizer.moments().values(), *optimizer.shared().values())
+    return [tensor for of_kind in kinds for tensor in of_kind.values()]
 
 
 def largest(tensors: Sequence[Stored], limit: int, itemsize: int) -> int:

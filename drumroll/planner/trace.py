@@ -109,9 +109,21 @@ class Live(TorchDispatchMode):
 
 def build_fake(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
     """The model of `spec`, its parameters as they are stored, on fake tensors. Raises UserError as `build.build` does."""
+    scorer = build.build(replace(spec, compile=False, attention=_attention(spec)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}  # by the id of what they stand for: tied weights stay one
     with mode:
-        return mode, build.build(replace(spec, compile=False, attention=_attention(spec)), meta=False)
+        for module in scorer.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = fakes.setdefault(id(tensor), _fake(tensor))  # type: ignore[assignment]
+    return mode, scorer
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    on_cpu = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(on_cpu, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_cpu
 
 
 def _attention(spec: ModelSpec) -> str:

@@ -58,4 +58,4 @@ def _gradients(scene: Scene, ranks: int, optimizer_steps: int) -> list[Traffic]:
 
 def _gathered(whole: int, ranks: int) -> int:
     """Bytes that a rank sends, or receives, for `whole` to be gathered from, or reduce-scattered over, `ranks`."""
-    return whole * (ranks - 1) // ranks
+    return whole * (ranks - 1) // ranks if ranks > 1 else 0
