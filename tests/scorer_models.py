@@ -13,12 +13,14 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from drumroll.backends.base import ModelSpec
@@ -57,6 +59,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**_SHAPE, head_dim=16),
     "opt": OPTConfig(vocab_size=VOCAB, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64),
     "gemma2": Gemma2Config(**_SHAPE, head_dim=16),
+    "qwen3-moe": Qwen3MoeConfig(**_SHAPE, head_dim=16, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True),
+    "mixtral": MixtralConfig(**_SHAPE, num_local_experts=4),
 }
 
 

@@ -98,7 +98,7 @@ def _tiled(plain: Callable[[torch.Tensor], torch.Tensor], tokens: int, hidden_BL
     if len(flat_TH) <= tokens:
         return plain(hidden_BLH)
     run = partial(_recomputed, plain) if torch.is_grad_enabled() else plain
-    return torch.cat([run(tile_TH) for tile_TH in flat_TH.split(tokens)]).view_as(hidden_BLH)
+    return torch.cat([run(tile_TH[None])[0] for tile_TH in flat_TH.split(tokens)]).view_as(hidden_BLH)
 
 
 class _Holder(nn.Module):

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from drumroll.backends.base import LoraSpec, NamedTensor
 from drumroll.errors import RunError
 from drumroll.models import lora
 from drumroll.models.build import parameter_names
+from drumroll.models.fused import FileTensor, file_tensors
 from drumroll.models.stream import persistent_buffers, tensor_files
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -31,18 +32,19 @@ _TEMPLATES = "additional_chat_templates"
 def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes: int = 4 << 30) -> None:
     """Write `buckets` of (HF name, full tensor) as the folder `out`, which appears whole or not at all and replaces an older one.
 
-    Tied weights have one key, the embedding's. A file takes at most `shard_bytes` of tensors (or one larger tensor), and one file's tensors
-    are held at a time. Persistent buffers, which do not train, are those of `source`. Raises RunError when the names are not exactly those
-    of the parameters that `source/config.json` describes, each once, when dtypes are mixed, or when the
-    disk refuses.
+    Tied weights have one key, the embedding's; what the model holds as one tensor and files have in several (experts) is taken apart. A
+    file takes at most `shard_bytes` of tensors (or one larger tensor), and one file's tensors are held at a time. Persistent buffers, which
+    do not train, are those of `source`. Raises RunError when the names are not exactly those of the parameters that `source/config.json`
+    describes, each once, when dtypes are mixed, or when the disk refuses.
     """
-    parameters, buffers = _expected_names(source)
+    parameters, buffers = _expected(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        written, dtype = _write_tensors(temporary, buckets, shard_bytes)
-        if parameters != written:
-            raise RunError(f"export of {source}: missing {sorted(parameters - written)}, unexpected {sorted(written - parameters)}")
+        written, dtype = _write_tensors(temporary, _taken_apart(buckets, parameters), shard_bytes)
+        expected = {tensor.name for tensors in parameters.values() for tensor in tensors}
+        if expected != written:
+            raise RunError(f"export of {source}: missing {sorted(expected - written)}, unexpected {sorted(written - expected)}")
         _write_buffers(source, temporary, buffers)
         _finish_weights(temporary)
         _copy_rest(source, temporary, dtype)
@@ -70,18 +72,32 @@ def save_adapter(source: Path, out: Path, spec: LoraSpec, tensors: Iterable[Name
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _expected_names(source: Path) -> tuple[set[str], set[str]]:
-    """Names of the parameters (ties once) and of the persistent buffers of the model that the folder describes."""
+def _expected(source: Path) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:
+    """By name, the files' tensors of the parameters (ties once) and of the persistent buffers of the model that the folder describes."""
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    return {aliases[0] for aliases in parameter_names(hf).values()}, {name for name, _ in persistent_buffers(hf)}
+    parameters = {aliases[0]: parameter.shape for parameter, aliases in parameter_names(hf).items()}
+    buffers = {name: buffer.shape for name, buffer in persistent_buffers(hf)}
+    apart = file_tensors(hf, parameters | buffers)
+    return {name: apart[name] for name in parameters}, {name: apart[name] for name in buffers}
 
 
-def _write_tensors(folder: Path, buckets: Iterable[Bucket], shard_bytes: int) -> tuple[set[str], torch.dtype]:
+def _taken_apart(buckets: Iterable[Bucket], parameters: Mapping[str, Sequence[FileTensor]]) -> Iterator[NamedTensor]:
+    """(name in files, tensor) of every weight; each HF name may come once."""
+    seen: set[str] = set()
+    for name, tensor in (pair for bucket in buckets for pair in bucket):
+        if name in seen:
+            raise RunError(f"export: {name!r} came twice; expected each name once, a tied weight under its embedding's name")
+        seen.add(name)
+        for part in parameters.get(name, [FileTensor(name, tensor.shape, 0)]):
+            yield part.name, part.of(tensor)
+
+
+def _write_tensors(folder: Path, named: Iterable[NamedTensor], shard_bytes: int) -> tuple[set[str], torch.dtype]:
     """Numbered files in `folder`; gives back the names written and their dtype."""
     names: set[str] = set()
     dtypes: set[torch.dtype] = set()
-    for number, tensors in enumerate(_shards(buckets, shard_bytes)):
+    for number, tensors in enumerate(_shards(named, shard_bytes)):
         names |= tensors.keys()
         dtypes |= {tensor.dtype for tensor in tensors.values()}
         save_file(tensors, folder / f"part-{number:05d}.safetensors", metadata={"format": "pt"})
@@ -90,14 +106,10 @@ def _write_tensors(folder: Path, buckets: Iterable[Bucket], shard_bytes: int) ->
     return names, dtypes.pop()
 
 
-def _shards(buckets: Iterable[Bucket], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(named: Iterable[NamedTensor], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     size = 0
-    seen: set[str] = set()
-    for name, tensor in (pair for bucket in buckets for pair in bucket):
-        if name in seen:
-            raise RunError(f"export: {name!r} came twice; expected each name once, a tied weight under its embedding's name")
-        seen.add(name)
+    for name, tensor in named:
         if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
@@ -108,10 +120,10 @@ def _shards(buckets: Iterable[Bucket], shard_bytes: int) -> Iterator[dict[str, t
         yield shard
 
 
-def _write_buffers(source: Path, folder: Path, names: set[str]) -> None:
+def _write_buffers(source: Path, folder: Path, buffers: Mapping[str, Sequence[FileTensor]]) -> None:
     files = tensor_files(source)
     tensors = {}
-    for name in sorted(names):
+    for name in sorted(tensor.name for apart in buffers.values() for tensor in apart):
         with safe_open(files[name], framework="pt") as reader:
             tensors[name] = reader.get_tensor(name)
     if tensors:

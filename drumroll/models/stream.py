@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
 from drumroll.models.build import non_persistent_buffers, parameter_names
+from drumroll.models.fused import FileTensor, file_tensors
 from drumroll.models.lora import is_adapter, outer_name
 from drumroll.models.scorer import Scorer
 
@@ -43,19 +44,22 @@ def load(scorer: Scorer, folder: str | Path, held: Callable[[nn.Parameter], Held
     in the model but different in the file.
     """
     hf = scorer.hf
-    files = tensor_files(Path(folder))
-    aliases = [
+    folder = Path(folder)
+    files = tensor_files(folder)
+    wanted = [
         (held(parameter), [outer_name(name) for name in names])
         for parameter, names in parameter_names(hf).items()
         if not is_adapter(names[0])
     ]
-    aliases += [(held_whole(buffer), [name]) for name, buffer in persistent_buffers(hf)]
-    known = {name for _, names in aliases for name in names}
+    wanted += [(held_whole(buffer), [name]) for name, buffer in persistent_buffers(hf)]
+    apart = file_tensors(hf, {name: part.shape for part, names in wanted for name in names})
+    known = apart.keys() | {tensor.name for tensors in apart.values() for tensor in tensors}
     stored = {_model_name(name, known, hf.base_model_prefix): name for name in files}
-    _check_names(hf, Path(folder), [names for _, names in aliases], stored, known)
-    readers: dict[Path, Any] = {}
-    for part, names in aliases:
-        found = [_read(readers, files[stored[name]], stored[name], part) for name in names if name in stored]
+    _check_names(hf, folder, [names for _, names in wanted], apart, stored, known)
+    reader = _Reader(files, stored)
+    for part, names in wanted:
+        sources = [[FileTensor(name, part.shape, 0)] if name in stored else apart[name] for name in names]
+        found = [reader.read(tensors, part) for tensors in sources if tensors[0].name in stored]
         for other in found[1:]:
             if not torch.equal(found[0], other):
                 raise UserError(
@@ -84,33 +88,68 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy or download it again") from error
 
 
-def _read(readers: dict[Path, Any], file: Path, name: str, part: Held) -> torch.Tensor:
-    """The elements of the part, flat; no more rows than it touches are read."""
-    if file not in readers:
-        if not file.is_file():
-            raise UserError(f"{file}: named by {_INDEX} for {name!r}, but there is no such file")
-        readers[file] = _open(file)
-    view = readers[file].get_slice(name)
-    if tuple(view.get_shape()) != tuple(part.shape):
-        raise UserError(f"{file}: {name!r} has shape {tuple(view.get_shape())}; the model of config.json has {tuple(part.shape)}")
-    row = part.shape[1:].numel()
-    if not part.shape or not row:
-        whole: torch.Tensor = readers[file].get_tensor(name)
-        return whole.flatten()
-    first, last = part.start // row, -(-(part.start + part.local.numel()) // row)
-    rows: torch.Tensor = view[first:last]
-    return rows.flatten().narrow(0, part.start - first * row, part.local.numel())
+class _Reader:
+    """Reads parts of parameters; files are opened once."""
+
+    def __init__(self, files: Mapping[str, Path], stored: Mapping[str, str]) -> None:
+        """`stored`: name as the model expects it -> name in the files."""
+        self._files = files
+        self._stored = stored
+        self._open: dict[Path, Any] = {}
+
+    def read(self, tensors: Sequence[FileTensor], part: Held) -> torch.Tensor:
+        """The elements of the part, flat, from the tensors that make up its whole."""
+        end = part.start + part.local.numel()
+        pieces = [
+            self._range(tensor, max(part.start, tensor.start) - tensor.start, min(end, tensor.start + tensor.shape.numel()) - tensor.start)
+            for tensor in tensors
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _range(self, tensor: FileTensor, first: int, last: int) -> torch.Tensor:
+        """Elements [first, last) of the flattened tensor; no more rows than they touch are read, and nothing where there are none."""
+        name = self._stored[tensor.name]
+        file = self._files[name]
+        if file not in self._open:
+            if not file.is_file():
+                raise UserError(f"{file}: named by {_INDEX} for {name!r}, but there is no such file")
+            self._open[file] = _open(file)
+        view = self._open[file].get_slice(name)
+        if tuple(view.get_shape()) != tuple(tensor.shape):
+            raise UserError(f"{file}: {name!r} has shape {tuple(view.get_shape())}; the model of config.json has {tuple(tensor.shape)}")
+        row = tensor.shape[1:].numel()
+        if not tensor.shape or not row:
+            whole: torch.Tensor = self._open[file].get_tensor(name)
+            return whole.flatten()
+        if last <= first:
+            nothing: torch.Tensor = view[:0]
+            return nothing.flatten()
+        top = first // row
+        rows: torch.Tensor = view[top : -(-last // row)]
+        return rows.flatten().narrow(0, first - top * row, last - first)
 
 
-def _model_name(name: str, known: set[str], prefix: str) -> str:
+def _model_name(name: str, known: Collection[str], prefix: str) -> str:
     """A file saved from the bare body lacks the body's prefix."""
     prefixed = f"{prefix}.{name}"
     return prefixed if name not in known and prefixed in known else name
 
 
-def _check_names(hf: PreTrainedModel, folder: Path, aliases: list[list[str]], stored: dict[str, str], known: set[str]) -> None:
+def _check_names(
+    hf: PreTrainedModel,
+    folder: Path,
+    wanted: Sequence[Sequence[str]],
+    apart: Mapping[str, Sequence[FileTensor]],
+    stored: Mapping[str, str],
+    known: Collection[str],
+) -> None:
+    """`wanted`: all names of each parameter and buffer; one of them is enough, whole or as the tensors of `apart`."""
+    missing: list[str] = []
+    for names in wanted:
+        if not any(name in stored for name in names):
+            lacking = [[tensor.name for tensor in apart[name] if tensor.name not in stored] for name in names]
+            missing += min(lacking, key=lambda absent: len(absent))
     ignored = [*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-    missing = [names[0] for names in aliases if not any(name in stored for name in names)]
     unexpected = [file_name for name, file_name in stored.items() if name not in known and not any(re.search(p, name) for p in ignored)]
     if missing or unexpected:
         raise UserError(

@@ -119,7 +119,7 @@ def test_dropout_is_off_whatever_mode_is_asked_for(folders: dict[str, Path]) -> 
     assert torch.equal(scorer(micro)[0], scorer(micro)[0])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "mixtral"])
 def test_lower_compute_dtype_equals_a_model_cast_as_a_whole(folders: dict[str, Path], name: str) -> None:
     batch = models.samples((9, 9))
     scorer, whole = models.scorer(folders[name], compute_dtype=torch.bfloat16), Auto.from_pretrained(folders[name], dtype=torch.bfloat16)
@@ -141,7 +141,7 @@ def _targets(logits_BLV: torch.Tensor, batch: list) -> torch.Tensor:  # type: ig
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective", "offload"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "gemma3", "qwen3-moe"])
 def test_checkpointing_changes_no_bit_of_outputs_or_gradients(
     folders: dict[str, Path], name: str, dtype: torch.dtype, checkpointing: str
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_compiled_block_computes_the_same(folders: dict[str, Path]) -> None:
         assert float((compiled_gradients[name] - gradient).norm() / gradient.norm()) < 1e-5, name
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
 def test_a_tiled_mlp_computes_the_same_and_keeps_less(folders: dict[str, Path], name: str) -> None:
     micro, found, kept = collate(models.samples()), [], []
     for tokens in (0, 5):

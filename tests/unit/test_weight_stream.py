@@ -135,7 +135,7 @@ def _sharded(rank: int, world_size: int, folder: Path, dtype: torch.dtype, check
     return {"gradient": worst, "logprob": gap}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_ranks_hold_their_rows_and_compute_the_same(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """48 rows of 32 over 2 ranks, the second without a sample; the cast of plain parameters equals the mixed-precision policy."""
