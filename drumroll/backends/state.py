@@ -3,11 +3,15 @@
 Names: `model.<HF name>`, `optimizer.<HF name>.exp_avg`, `optimizer.<HF name>.exp_avg_sq`, `optimizer.step`. Of a model with adapters
 these alone are saved; what they were trained on is known by `base.digests` and `base.scale`. DCP itself restores what the template asks
 for and is silent about the rest of a checkpoint.
+
+Files are safetensors, one a rank, each with the place of its shards in its header: DCP's own format keeps that in a pickle, and loading a
+pickle runs whatever code it names.
 """
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from drumroll.backends.clip import local_part
@@ -74,7 +79,7 @@ class BackgroundSaver:
 
 def _write(directory: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
+        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RunError(
@@ -90,16 +95,21 @@ def _space(directory: Path) -> str:
         return f"its file system cannot be asked for its space: {error}"
 
 
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, in this process alone. Raises RunError for a folder that is none."""
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in _entries(directory).items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # as it should be here
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+    return tensors
+
+
 def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:
     """Restore `tensors` in place. Collective.
 
     Raises RunError when the names below `prefixes`, a shape or a dtype in the checkpoint differ from those of `tensors`.
     """
-    reader = dcp.FileSystemReader(directory)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
-        raise RunError(f"{directory}: not a checkpoint, {Path(error.filename).name} is missing") from error
+    saved = _entries(directory)
     saved_names = {name for name in saved if name.startswith(prefixes)}
     if saved_names != set(tensors):
         missing, unexpected = sorted(set(tensors) - saved_names), sorted(saved_names - set(tensors))
@@ -109,12 +119,18 @@ def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[s
         )
     for name, tensor in tensors.items():
         _check_alike(directory, name, tensor, saved[name])
-    dcp.load(dict(tensors), storage_reader=reader)
+    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)))
 
 
-def _check_alike(directory: Path, name: str, tensor: torch.Tensor, saved: object) -> None:
-    if not isinstance(saved, TensorStorageMetadata):
-        raise RunError(f"{directory}: {name} is saved as {type(saved).__name__}, expected a tensor")
+def _entries(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> what the headers of all files say together."""
+    if not any(directory.glob("*.safetensors")):
+        raise RunError(f"{directory}: not a checkpoint, it holds no *.safetensors")
+    found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _check_alike(directory: Path, name: str, tensor: torch.Tensor, saved: TensorStorageMetadata) -> None:
     if saved.size != tensor.shape or saved.properties.dtype != tensor.dtype:
         raise RunError(
             f"{directory}: {name} is saved as {saved.properties.dtype} {tuple(saved.size)}, expected {tensor.dtype} {tuple(tensor.shape)}"

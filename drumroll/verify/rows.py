@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from drumroll import plugins
 from drumroll.backends import state
@@ -208,11 +204,11 @@ def _elements(shapes: Sequence[tuple[int, ...]]) -> int:
 def checkpoint(labels: Labels, reports: Sequence[Report], case: Case) -> list[CheckRow]:
     """What lies on disk, against the specification's checkpoint and against what was saved again after loading it."""
     try:
-        saved, again = read_checkpoint(case.scratch / SAVED), read_checkpoint(case.scratch / SAVED_AGAIN)
+        saved, again = state.read(case.scratch / SAVED), state.read(case.scratch / SAVED_AGAIN)
     except Exception as error:  # noqa: BLE001 - whatever torch meets in a file that it does not understand
         why = f"torch.distributed.checkpoint cannot read it: {type(error).__name__}: {error}"
         return [labels.failed("names saved", why.splitlines()[0])]
-    expected = read_checkpoint(case.reference / SAVED)
+    expected = state.read(case.reference / SAVED)
     wrong = sorted(saved.keys() ^ expected.keys())
     changed = [name for name in saved if name not in again or not torch.equal(saved[name], again[name])]
     fresh = case.model.lora is not None and case.model.lora.start is None  # adapters began at 0: what they are is how they changed
@@ -240,17 +236,6 @@ def _furthest(saved: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 
 def _kind(name: str) -> str:
     return name.rpartition(".")[2] if name.startswith(state.OPTIMIZER) else state.MODEL
-
-
-def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, in this process. Raises what torch.distributed.checkpoint does for anything else."""
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    entries = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    return tensors
 
 
 def _merged(reports: Sequence[Report], step: int) -> dict[str, Stat]:

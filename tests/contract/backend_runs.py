@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from drumroll import plugins
@@ -158,18 +155,3 @@ def plain_gradients(folder: Path, samples: Sequence[TrainSample]) -> tuple[dict[
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return float((found - expected).norm() / expected.norm())
-
-
-def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, in this process."""
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in saved.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    assert tensors.keys() == saved.keys()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    return tensors

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drumroll.backends import engine as engine_module
+from drumroll.backends import state
 from drumroll.backends.base import KINDS, Backend, Checkpointing, ModelSpec, OptimSpec
 from drumroll.backends.clip import local_part
 from drumroll.digest import digest
@@ -111,7 +112,7 @@ def test_state_travels_between_backends_bit_equal(
 ) -> None:
     """From `single` along the route, loaded and saved at each place; also the state from before the first step."""
     run_ranks(save, 1, "single", folders["tied"], tmp_path / "0", steps)
-    first = runs.read_checkpoint(tmp_path / "0")
+    first = state.read(tmp_path / "0")
     assert int(first["optimizer.step"]) == steps
     moments = [name for name in first if name.endswith((".exp_avg", ".exp_avg_sq"))]
     assert len(moments) == 2 * sum(name.startswith("model.") for name in first)
@@ -120,7 +121,7 @@ def test_state_travels_between_backends_bit_equal(
         source, target = tmp_path / str(index), tmp_path / str(index + 1)
         for forward_only in run_ranks(load_and_save, ranks, name, folders["tied"], source, target):
             assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in forward_only.items())
-        again = runs.read_checkpoint(target)
+        again = state.read(target)
         assert again.keys() == first.keys()
         assert all(torch.equal(again[key], first[key]) for key in first)
 
@@ -309,7 +310,7 @@ def test_a_non_finite_gradient_on_one_rank_skips_on_all(name: str, ranks: int, f
     """Case 17: parameters and moments bit-equal to before, and the next step as if nothing had been."""
     found = run_ranks(skip, ranks, name, folders["tied"], tmp_path)
     assert all(rank["skipped"].skipped and rank["skipped"].grad_norm == math.inf for rank in found)
-    before, after = runs.read_checkpoint(tmp_path / "before"), runs.read_checkpoint(tmp_path / "after")
+    before, after = state.read(tmp_path / "before"), runs.read_checkpoint(tmp_path / "after")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
     assert not any(rank["next"].skipped for rank in found)
@@ -448,7 +449,7 @@ def test_a_save_in_the_background_has_the_values_of_its_call(name: str, ranks: i
         assert isinstance(found["error"], RunError)
         assert "/proc/no-such-place: rank 0 cannot write its part of the checkpoint" in str(found["error"])
         assert found["held"] > 0  # the copies are counted
-    saved = {place: runs.read_checkpoint(tmp_path / place) for place in ("sync", "async", "later", "later-sync")}
+    saved = {place: state.read(tmp_path / place) for place in ("sync", "async", "later", "later-sync")}
     assert all(torch.equal(saved["async"][key], tensor) for key, tensor in saved["sync"].items())
     assert all(torch.equal(saved["later"][key], tensor) for key, tensor in saved["later-sync"].items())
     assert saved["async"].keys() == saved["later"].keys() == saved["sync"].keys()

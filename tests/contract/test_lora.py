@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from drumroll import plugins
 from drumroll.algorithms.loss import reinforce, rl_loss, token_weights
+from drumroll.backends import state
 from drumroll.backends.base import Backend, LoraSpec, ModelSpec, OptimSpec
 from drumroll.config import RunConfig, parse
 from drumroll.digest import digest
@@ -234,7 +235,7 @@ def test_a_checkpoint_holds_adapters_alone_and_moves_between_backends(folders: d
         for found in (*sharded, rows, alone):
             assert not any(torch.equal(found["before"][key], tensor) for key, tensor in expected.items())
             assert all(torch.equal(found["after"][key], tensor) for key, tensor in expected.items())
-        first, *others = (runs.read_checkpoint(tmp_path / name / model) for name in ("ddp", "fsdp2", "zero2"))
+        first, *others = (state.read(tmp_path / name / model) for name in ("ddp", "fsdp2", "zero2"))
         of_optimizer = {f"optimizer.{name}.{kind}" for name in expected for kind in ("exp_avg", "exp_avg_sq")} | {"optimizer.step"}
         assert first.keys() == {f"model.{name}" for name in expected} | of_optimizer | {"base.digests", "base.scale"}
         assert all(torch.equal(first[f"model.{name}"], tensor) for name, tensor in expected.items())

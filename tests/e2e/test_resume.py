@@ -24,6 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from drumroll import config as configs
+from drumroll.backends.state import read as read_checkpoint
 from drumroll.checkpoint import manifest
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
@@ -34,7 +35,6 @@ from drumroll.runtime.local import launch
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
-from tests.contract.backend_runs import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6  # of 4 draws over 10 rows: step 2 ends in the middle of the first epoch, step 5 at the end of the second
@@ -225,7 +225,7 @@ def test_elsewhere_state_is_bit_equal_and_prompts_and_seeds_are_the_same(
 
 
 def cut(path: Path) -> None:
-    file = max((path / "state").glob("*.distcp"), key=lambda f: f.stat().st_size)
+    file = max((path / "state").glob("*.safetensors"), key=lambda f: f.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -252,8 +252,8 @@ def other_names(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut to half": (cut, r"state/__\d_0\.distcp: expected \d+ bytes, found \d+"),
-    "flipped bit": (lambda path: flip(next((path / "state").glob("*.distcp"))), r"\.distcp: its bytes changed"),
+    "cut to half": (cut, r"state/shard-\d+-model-\d+-of-\d+\.safetensors: expected \d+ bytes, found \d+"),
+    "flipped bit": (lambda path: flip(next((path / "state").glob("*.safetensors"))), r"\.safetensors: its bytes changed"),
     "flipped bit in the manifest": (lambda path: flip(path / "manifest.json"), r"manifest\.json: changed since it was written"),
     "file missing": (lambda path: (path / "rng" / "driver.npz").unlink(), r"rng/driver\.npz: expected \d+ bytes, found no file"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: no such file; its save was not finished"),

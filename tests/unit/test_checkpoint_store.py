@@ -46,7 +46,7 @@ def state(step: int, **metrics: float) -> DriverState:
 def save(store: CheckpointStore, step: int, **metrics: float) -> Path:
     """As a run does it, with a file in place of the ranks' parts."""
     draft = store.draft(state(step, **metrics), run(), MODEL, rng.capture())
-    (draft.tensors / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
+    (draft.tensors / "shard-00001.safetensors").write_bytes(bytes(range(256)) * 40)
     return store.commit(draft)
 
 
