@@ -10,25 +10,31 @@ With one rank and `in_process` the object lives in the driver's process, so that
 
 [Note: who fails first] When a rank dies, its peers fail too, a moment later, with a broken collective. The driver therefore waits a
 short grace period after the first sign of trouble, collects every failure, and blames in this order: a rank that was killed, a rank whose
-error is its own, and last a rank that only lost its peers.
+error is its own, and last a rank that only lost its peers. When nobody fails and nobody answers, all say where they stand, and the one that
+the others wait for is blamed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -38,9 +44,20 @@ import torch.distributed as dist
 from drumroll import env
 from drumroll.backends.base import RankContext
 from drumroll.errors import RunError, UserError
+from drumroll.runtime import stacks
+from drumroll.runtime.memory import ran_out, words_of_error, words_of_kill
 
 GRACE_S = 1.0  # how long peers of a failed rank may take to report their own side
 CLOSE_S = 10.0  # how long ranks may take to close by themselves
+COLLECTIVE_S = 60.0  # a collective gives up so much later than the driver, who can say more about it
+
+
+class RankFailure(RunError):
+    """A rank raised, ended or fell silent. `stacks`: where all processes stood, when nobody answered."""
+
+    def __init__(self, message: str, stacks: str = "") -> None:
+        super().__init__(message)
+        self.stacks = stacks
 
 
 class Closable(Protocol):
@@ -77,7 +94,10 @@ class Ranks(AbstractContextManager["Ranks[W]"], Generic[W]):
 def launch(
     factory: Callable[[RankContext], W], ranks: int, device: str = "auto", timeout_s: float = 600.0, in_process: bool = True
 ) -> Ranks[W]:
-    """Start `factory(context)`, which must pickle, on every rank. Raises UserError for missing devices, RunError when a rank fails."""
+    """Start `factory(context)`, which must pickle, on every rank. `timeout_s`: the longest that a call to processes may take.
+
+    Raises UserError for missing devices; this and every call raise RankFailure when a rank fails.
+    """
     kind = resolve_device(device, ranks)
     if ranks == 1 and in_process:
         return _InProcess(factory, kind)
@@ -107,7 +127,7 @@ def _context(rank: int, world_size: int, device: str, store: dist.Store, timeout
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s + COLLECTIVE_S),
     )
     return RankContext(rank=rank, world_size=world_size, device=torch.device(device, rank) if device == "cuda" else torch.device("cpu"))
 
@@ -131,6 +151,19 @@ class _InProcess(Ranks[W]):
             dist.destroy_process_group()
 
 
+_LOST_PEERS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "Socket Timeout",
+    "recvBytes",
+    "sendBytes",
+    "pair closure",
+    "remote process exited",
+)
+
+
 @dataclass(slots=True)
 class _Failure:
     """One rank's end. `text`: its traceback, or what became of its process."""
@@ -139,14 +172,12 @@ class _Failure:
     text: str
     user_error: bool = False
     killed: bool = False
+    stacks: str = ""
 
     @property
     def lost_peers(self) -> bool:
         """The error speaks of a broken connection: some other rank failed first."""
-        return any(
-            mark in self.text
-            for mark in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvBytes", "sendBytes")
-        )
+        return any(mark in self.text for mark in _LOST_PEERS)
 
     @property
     def blame(self) -> int:
@@ -166,12 +197,16 @@ class _Processes(Ranks[W]):
         )
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._senders = ThreadPoolExecutor(ranks, thread_name_prefix="drumroll-send")
+        self._stacks = tempfile.TemporaryDirectory(prefix="drumroll-stacks-")
+        self._killed_before = ran_out()
+        self._ended = False
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, factory, rank, ranks, device, self._store.port, timeout_s),
+                    args=(theirs, factory, rank, ranks, device, self._store.port, timeout_s, Path(self._stacks.name)),
                     name=f"drumroll-rank-{rank}",
                     daemon=True,
                 )
@@ -188,13 +223,16 @@ class _Processes(Ranks[W]):
     def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
         if len(args) != self.world_size:
             raise ValueError(f"{method.__name__}: {len(args)} tuples of arguments for {self.world_size} ranks")
-        with contextlib.suppress(OSError):  # a rank is gone; collecting its answer says why
-            for pipe, arguments in zip(self._pipes, args, strict=True):
-                pipe.send((method, arguments))  # a method pickles by its qualified name
-        return self._collect()
+        if self._ended:
+            raise RankFailure(f"{method.__qualname__}: the ranks have ended")
+        messages = [ForkingPickler.dumps((method, arguments)) for arguments in args]  # a method pickles by its qualified name
+        for pipe, message in zip(self._pipes, messages, strict=True):
+            # On threads: a rank that does not read would hold the driver for ever. One that is gone is met while collecting its answer.
+            self._senders.submit(pipe.send_bytes, message)
+        return self._collect(method.__qualname__)
 
-    def _collect(self) -> list[Any]:
-        """One answer a rank, or the first failure raised with all ranks ended."""
+    def _collect(self, call: str = "start") -> list[Any]:
+        """One answer a rank, or the first failure raised with all ranks ended. `call`: what they were asked for, in messages."""
         answers: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
         deadline = time.monotonic() + self._timeout_s
@@ -206,9 +244,8 @@ class _Processes(Ranks[W]):
             )
             if not ready:
                 if not failures:
-                    failures[waiting[0]] = _Failure(
-                        waiting[0], f"silent for {self._timeout_s:g} s (runtime.timeout_s); ranks without an answer: {waiting}"
-                    )
+                    failure = self._silence(waiting, call)
+                    failures[failure.rank] = failure
                 break
             for rank in waiting:
                 if self._pipes[rank] in ready or self._processes[rank].sentinel in ready:
@@ -234,27 +271,45 @@ class _Processes(Ranks[W]):
         self._processes[rank].join(timeout=GRACE_S)
         code = self._processes[rank].exitcode
         killed = code is not None and code < 0
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and killed else f"exited with code {code}"
-        hint = "; the kernel kills the largest process when memory runs out" if killed and code == -signal.SIGKILL else ""
-        failures[rank] = _Failure(rank, f"the process of rank {rank} {how}{hint}", killed=killed)
+        how = words_of_kill(-code, self._killed_before, ran_out()) if code is not None and killed else f"exited with code {code}"
+        failures[rank] = _Failure(rank, f"the process of rank {rank} {how}", killed=killed)
+
+    def _silence(self, waiting: list[int], call: str) -> _Failure:
+        """Whom to blame when nobody answers, with the stacks of all ranks and of the driver."""
+        folder = Path(self._stacks.name)
+        pids = {rank: process.pid for rank, process in enumerate(self._processes) if process.pid is not None}
+        found = {f"rank {rank}": text for rank, text in stacks.of_ranks(pids, folder).items()} | {"driver": stacks.of_this_process(folder)}
+        busy = [rank for rank in waiting if not stacks.waits_for_others(found[f"rank {rank}"])]
+        others = [rank for rank in waiting if rank not in busy]
+        if not busy:
+            why = f"ranks {others} all wait in a collective, which is not the same one for all of them, or which has lost its network"
+        else:
+            why = f"no answer from ranks {busy}" + (f"; ranks {others} wait for them in a collective" if others else "")
+        where = "".join(f"\n  {who}: {stacks.in_words(text)}" for who, text in found.items())
+        words = f"silent for {self._timeout_s:g} s (runtime.timeout_s) in {call}: {why}\nwhere they stand, innermost first:{where}"
+        return _Failure((busy or waiting)[0], words, stacks="\n".join(f"== {who}\n{text or 'no answer'}" for who, text in found.items()))
 
     def close(self) -> None:
+        if self._ended:
+            return
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # already gone
-                pipe.send(None)
+            self._senders.submit(pipe.send, None)
         deadline = time.monotonic() + CLOSE_S
         for process in self._processes:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
         self._kill()
 
     def _kill(self) -> None:
+        self._ended = True
         for process in self._processes:
             if process.is_alive():
                 process.kill()
         for process in self._processes:
             process.join()
+        self._senders.shutdown()  # nobody reads any more, so nothing that was being sent holds them
         for pipe in self._pipes:
             pipe.close()
+        self._stacks.cleanup()
 
 
 @contextlib.contextmanager
@@ -274,13 +329,22 @@ def _first_cause(failures: list[_Failure]) -> Exception:
         return UserError(first.text)
     others = sorted(failure.rank for failure in failures if failure is not first)
     tail = f"\n(ranks {others} failed after it)" if others else ""
-    return RunError(f"rank {first.rank} failed first:\n{first.text.rstrip()}{tail}")
+    return RankFailure(f"rank {first.rank} failed first:\n{first.text.rstrip()}{tail}", first.stacks)
 
 
 def _serve(
-    pipe: Connection, factory: Callable[[RankContext], Any], rank: int, world_size: int, device: str, port: int, timeout_s: float
+    pipe: Connection,
+    factory: Callable[[RankContext], Any],
+    rank: int,
+    world_size: int,
+    device: str,
+    port: int,
+    timeout_s: float,
+    folder: Path,  # where to say what it is doing, when asked
 ) -> None:
     """A rank process: build the worker, then answer calls until the driver says None or goes away."""
+    faulthandler.enable()  # a crash in C says where
+    stacks.register(stacks.file_of(folder, rank))
     for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the driver decides, and closes us
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, daemon=True).start()
@@ -300,7 +364,7 @@ def _serve(
         pass  # the driver is gone
     except BaseException as error:  # noqa: BLE001 - fault boundary: the driver raises it
         words = str(error) if isinstance(error, RunError) else traceback.format_exc()  # a RunError says what its reader needs
-        pipe.send((False, _Failure(rank, words)))
+        pipe.send((False, _Failure(rank, words_of_error(error) + words)))
         sys.stdout.flush()
         os._exit(1)  # not sys.exit: a peer may wait for us in a collective, and destructors must not wait for it in turn
 

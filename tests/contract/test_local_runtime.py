@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import time
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ import torch.distributed as dist
 
 from drumroll.backends.base import RankContext
 from drumroll.errors import RunError, UserError
-from drumroll.runtime.local import launch
+from drumroll.runtime.local import COLLECTIVE_S, RankFailure, launch
+from drumroll.runtime.memory import words_of_kill
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,7 +43,23 @@ class Probe:
                 os._exit(7)
             if how == "sleep":
                 time.sleep(600)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "memory":
+                resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1))
+                torch.zeros(1 << 32)
+            if how == "other collective":
+                dist.recv(torch.zeros(1), src=0)
         dist.barrier()
+
+    def take(self, load: bytes) -> int:
+        return len(load)
+
+    def stop(self, rank: int) -> None:
+        """Answers, and is stopped before the next call."""
+        if self.ctx.rank == rank:
+            signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGSTOP))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     def close(self) -> None: ...
 
@@ -84,11 +103,54 @@ def test_the_first_failure_ends_all_ranks_in_seconds_with_its_own_words(how, wor
     handle.close()  # closing after a failure is harmless
 
 
-def test_a_silent_rank_ends_the_run_at_the_deadline():
-    handle = launch(Probe, 2, device="cpu", timeout_s=30)
+def test_a_rank_without_memory_says_so_and_what_to_do():
+    handle = launch(Probe, 2, device="cpu")
+    with pytest.raises(RankFailure, match=r"rank 1 failed first:\nout of memory: lower train\.micro_batch_tokens(.|\n)*allocate") as caught:
+        handle.call(Probe.misbehave, 1, "memory")
+    assert caught.value.stacks == ""
+
+
+def test_what_is_said_of_a_kill_depends_on_whether_memory_ran_out():
+    assert "memory ran out, and the kernel chose it" in words_of_kill(signal.SIGKILL, 3, 4)
+    assert "not for want of memory" in words_of_kill(signal.SIGKILL, 3, 3)
+    assert "kills the largest process when memory runs out" in words_of_kill(signal.SIGKILL, None, None)
+    assert words_of_kill(signal.SIGSEGV, 3, 4) == "was killed by SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("how", "why", "where"),
+    [
+        ("sleep", r"no answer from ranks \[1\]; ranks \[0, 2\] wait for them in a collective", r"rank 1: misbehave \(test_local_runtime"),
+        ("stop", r"no answer from ranks \[1\]; ranks \[0, 2\] wait", r"rank 1: gave no stack within"),
+        ("other collective", r"ranks \[0, 1, 2\] all wait in a collective, which is not the same", r"rank 1: recv \(distributed_c10d"),
+    ],
+)
+def test_silence_ends_the_run_at_the_deadline_and_everybody_says_where_they_stand(how, why, where):
+    """Failure case 58, as it looks when it happens: ranks in different collectives; and one that others wait for."""
+    handle = launch(Probe, 3, device="cpu", timeout_s=100)
+    handle._timeout_s = 2  # type: ignore[attr-defined]  # starting may take longer
+    start = time.monotonic()
+    silent = rf"rank [01] failed first:\nsilent for 2 s .runtime.timeout_s. in Probe.misbehave: {why}"
+    with pytest.raises(RankFailure, match=silent) as caught:
+        handle.call(Probe.misbehave, 1, how)
+    assert time.monotonic() - start < 2 + 10 < COLLECTIVE_S
+    words = str(caught.value)
+    assert re.search(where, words)
+    assert "driver: " in words and "rank 0: barrier (distributed_c10d" in words
+    assert all(f"== {who}\n" in caught.value.stacks for who in ("rank 0", "rank 1", "rank 2", "driver"))
+    assert caught.value.stacks.count("Thread") >= 4  # all threads, not the main ones alone
+
+
+def test_a_rank_that_does_not_read_does_not_hold_the_driver():
+    """More than a pipe takes in."""
+    handle = launch(Probe, 2, device="cpu", timeout_s=100)
+    handle.call(Probe.stop, 1)
+    time.sleep(1.0)
     handle._timeout_s = 2  # type: ignore[attr-defined]
-    with pytest.raises(RunError, match=r"silent for 2 s"):
-        handle.call(Probe.misbehave, 1, "sleep")
+    with pytest.raises(RankFailure, match=r"rank 1 failed first:\nsilent for 2 s .* in Probe.take: no answer from ranks \[1\]"):
+        handle.call(Probe.take, bytes(1 << 22))
+    with pytest.raises(RankFailure, match="the ranks have ended"):
+        handle.call(Probe.take, b"")
 
 
 def test_a_user_error_on_a_rank_stays_a_user_error():
