@@ -308,7 +308,8 @@ class RuntimeConfig(Section):
     name: Literal["local"] = "local"
     ranks: Positive = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = Field(600.0, gt=0, description="a rank silent for longer ends the run")
+    timeout_s: float = Field(600.0, gt=0, description="one call to the ranks (sampling, an optimizer step, a push) that takes longer ends the run; for ranks that are processes of their own")
+    max_restarts: int = Field(0, ge=0, description="when a rank fails, start the ranks again from the last valid checkpoint, at most this many times in a run of the command; needs checkpoint.every")
     take_turns: bool = Field(False, description="engine and policy share a device by turns: the policy's memory is in host memory while the engine samples, and the engine's cache is released while the policy trains")
 
 
@@ -321,6 +322,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="steps between checkpoints, the last step has one too; 0: none. Ctrl-C and SIGTERM save one before they end the run")
     async_save: bool = Field(True, description="training goes on while files are written; holds a copy of parameters and optimizer state in host memory")
+    on_error: Literal["stop", "continue"] = Field("stop", description="a checkpoint that cannot be written, as on a full disk: end the run, or go on with an alarm and try again at the next one")
     keep: Positive = Field(2, description="the last so many stay")
     keep_every: int = Field(0, ge=0, description="so does each whose step is a multiple of this; 0: none")
     keep_best: str | None = Field(None, description="so does the best by this metric, named as in TensorBoard: eval/score, rl/reward_mean, ...; the latest of equals")
@@ -385,6 +387,8 @@ class RunConfig(Section):
             yield "optim.name: adafactor", ("optim.betas", "optim.eps", "optim.offload"), "leave that out"
         if self.checkpoint.keep_best is None:
             yield "checkpoint without keep_best", ("checkpoint.keep_best_is",), "leave that out, or name a metric"
+        if not self.checkpoint.every:
+            yield "checkpoint.every: 0", ("runtime.max_restarts", "checkpoint.on_error"), "leave that out, or set checkpoint.every"
         if self.optim.schedule == "constant":
             yield "optim.schedule: constant", ("optim.min_lr_ratio",), "leave that out, or choose linear or cosine"
 

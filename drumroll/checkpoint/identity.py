@@ -16,7 +16,7 @@ from drumroll.errors import RunError
 from drumroll.models.stream import tensor_files
 
 # Keys that a resumed run may change without any effect on its numbers,
-FREE = ("run_dir", "checkpoint", "record", "eval", "runtime.timeout_s", "optim.max_skips")
+FREE = ("run_dir", "checkpoint", "record", "eval", "runtime.timeout_s", "runtime.max_restarts", "optim.max_skips")
 # and those that change where and how it computes: the same prompts and seeds, but other rounding (and, by a schedule, learning rates).
 ELASTIC = (
     "runtime",

@@ -34,6 +34,10 @@ def _nothing(stage: str) -> None:
     pass
 
 
+class CannotWrite(RunError):
+    """A disk refuses a checkpoint; the run itself is whole. The message names the file or directory and the space that is left."""
+
+
 @dataclass(slots=True, frozen=True)
 class Checkpoint:
     """A directory that has been checked, or is being written."""
@@ -76,7 +80,7 @@ class CheckpointStore:
     reached: Callable[[str], None] = field(default=_nothing)  # told each stage of a save, for tests
 
     def draft(self, state: DriverState, config: RunConfig, model: Fingerprint, generators: rng.Generators) -> Checkpoint:
-        """A staging directory with what the driver knows; the ranks add their parts, then comes `commit`. Raises RunError."""
+        """A staging directory with what the driver knows; the ranks' parts are added, then comes `commit`. Raises CannotWrite."""
         made = Checkpoint(self.folder / f"{STAGING}{state.step:08d}")
         try:
             shutil.rmtree(made.path, ignore_errors=True)
@@ -91,8 +95,19 @@ class CheckpointStore:
         self.reached("drafted")
         return made
 
+    def add_generators(self, draft: Checkpoint, rank: int, generators: rng.Generators) -> None:
+        """A rank's random number generators. Raises CannotWrite."""
+        try:
+            rng.write(draft.generators(rank), generators)
+        except OSError as error:
+            raise cannot_write(draft.path, error) from error
+
+    def discard(self, step: int) -> None:
+        """Remove what a save of `step` that failed has written."""
+        shutil.rmtree(self.folder / f"{STAGING}{step:08d}", ignore_errors=True)
+
     def commit(self, draft: Checkpoint) -> Path:
-        """Make a draft with all its parts a checkpoint, then remove those that it replaces. Raises RunError."""
+        """Make a draft with all its parts a checkpoint, then remove those that it replaces. Raises CannotWrite."""
         self.reached("written")
         final = self.folder / draft.path.name.replace(STAGING, STEP)
         try:
@@ -162,13 +177,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(STEP))
 
 
-def cannot_write(path: Path, error: OSError) -> RunError:
+def cannot_write(path: Path, error: OSError) -> CannotWrite:
     """What to say of a disk that refuses."""
     try:
         free = f"{shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free"
     except OSError:
         free = "its file system cannot be asked for its space"
-    return RunError(f"{path}: cannot write the checkpoint: {error.strerror or error} ({free}); free the disk, then resume the run")
+    return CannotWrite(f"{path}: cannot write the checkpoint: {error.strerror or error} ({free}); free the disk, then resume the run")
 
 
 def folder_is_writable(folder: Path) -> bool:

@@ -99,6 +99,16 @@ class DigestRecord:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class EventRecord:
+    """One line of `events.jsonl`: something that happened to the run and is no number of a step."""
+
+    time: float = field(default_factory=time.time)  # seconds since 1970
+    step: int  # steps recorded when it happened, warm-up apart
+    kind: str  # restart, or the kind of an alarm
+    text: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class RolloutRecord:
     """One line of `rollouts.jsonl`: one response, its reward and why."""
 

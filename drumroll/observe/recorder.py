@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from drumroll.observe.alarms import alarms
+from drumroll.observe.alarms import Alarm, alarms
 from drumroll.observe.jsonl import JsonlWriter
-from drumroll.observe.metrics import DigestRecord, EvalRecord, RolloutRecord, StepRecord
-from drumroll.observe.run import DIGESTS_FILE, EVALS_FILE, METRICS_FILE, RECORD_FILES, ROLLOUTS_FILE, read_evals, read_steps
+from drumroll.observe.metrics import DigestRecord, EvalRecord, EventRecord, RolloutRecord, StepRecord
+from drumroll.observe.run import DIGESTS_FILE, EVALS_FILE, EVENTS_FILE, METRICS_FILE, RECORD_FILES, ROLLOUTS_FILE, read_evals, read_steps
 from drumroll.observe.sinks import Sink
 
 
 class Recorder:
     """Appends to the record files and passes records on to the sinks.
 
-    `metrics.jsonl` is the record itself: a failure to write it ends the run (RunError). A sink that raises is reported once and dropped.
+    `metrics.jsonl` is the record itself: a failure to write it ends the run (RunError). A sink that raises is dropped, with an alarm.
     Opened on a directory that has records (a resumed run), it carries on after them; `cut_back` takes those away that will come again.
     """
 
@@ -32,11 +32,12 @@ class Recorder:
         self._rollouts = JsonlWriter(run_dir / ROLLOUTS_FILE) if rollouts else None
         self._digests = JsonlWriter(run_dir / DIGESTS_FILE) if digests else None
         self._sinks = list(sinks)
+        self._standing: dict[str, Alarm] = {}  # alarms that no record shows, by kind
 
     def step(self, record: StepRecord) -> None:
         """Record one step, with the alarms that are on after it."""
         self.records.append(record)
-        current = alarms(self.records)
+        current = [*alarms(self.records), *self._standing.values()]
         record = self.records[-1] = replace(record, alarms=[alarm.kind for alarm in current])
         self._metrics.write(record)
         self._each(lambda sink: sink.step(record, current))
@@ -59,6 +60,18 @@ class Recorder:
     def note(self, text: str) -> None:
         """Tell the reader of the log something."""
         self._each(lambda sink: sink.note(text))
+
+    def event(self, kind: str, text: str) -> None:
+        """Something happened to the run: it is noted, and kept in `events.jsonl`, which is there only if something did."""
+        main = [record for record in self.records if record.phase == "rl"] or self.records
+        with JsonlWriter(self.run_dir / EVENTS_FILE) as writer:
+            writer.write(EventRecord(step=main[-1].step if main else 0, kind=kind, text=text))
+        self.note(text)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """An event that is no number of a step; its alarm is on from here on, and takes the place of one of its kind."""
+        self._standing[alarm.kind] = alarm
+        self.event(alarm.kind, f"{alarm.what}. Likely: {alarm.cause}. Try: {alarm.action}.")
 
     def attach(self, sink: Sink) -> None:
         """Add a sink, and tell it what has been recorded so far."""
@@ -115,9 +128,8 @@ class Recorder:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        fault = f"{type(error).__name__}: {error}"
-        text = f"{type(sink).__name__} failed and is off for the rest of the run ({fault}); {METRICS_FILE} is not affected"
-        if self._sinks:
-            self.note(text)
-        else:
-            print(text, file=sys.stderr)
+        what = f"{type(sink).__name__} failed and is off for the rest of the run ({type(error).__name__}: {error})"
+        action = f"nothing for this run: {METRICS_FILE} has everything, and --resume writes TensorBoard's files again from it"
+        if not self._sinks:
+            print(what, file=sys.stderr)
+        self.alarm(Alarm("tracker", what, "its server or its disk is gone", action))

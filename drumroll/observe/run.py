@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from drumroll.errors import UserError
 from drumroll.observe import jsonl
-from drumroll.observe.metrics import DigestRecord, EvalRecord, RolloutRecord, StepRecord
+from drumroll.observe.metrics import DigestRecord, EvalRecord, EventRecord, RolloutRecord, StepRecord
 from drumroll.observe.summary import Summary, read_summary
 
 R = TypeVar("R", StepRecord, EvalRecord, DigestRecord)
@@ -20,6 +20,8 @@ EVALS_FILE = "evals.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 DIGESTS_FILE = "digests.jsonl"
 RECORD_FILES = (METRICS_FILE, EVALS_FILE, ROLLOUTS_FILE, DIGESTS_FILE)  # appended to
+EVENTS_FILE = "events.jsonl"  # what happened stays: a resumed run does not cut it back
+STACKS_FILE = "stacks.txt"  # of all processes, when a rank fell silent
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 PICTURE_FILE = "reward.png"
@@ -82,6 +84,12 @@ def read_digests(run_dir: Path) -> list[DigestRecord]:
     for row in jsonl.read(path):
         _rewind(stack, jsonl.decode(DigestRecord, row, str(path)))
     return stack
+
+
+def read_events(run_dir: Path) -> list[EventRecord]:
+    """In the order in which they happened."""
+    path = run_dir / EVENTS_FILE
+    return [jsonl.decode(EventRecord, row, str(path)) for row in jsonl.read(path)]
 
 
 def _rewind(stack: list[R], record: R) -> None:

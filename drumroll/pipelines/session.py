@@ -81,7 +81,7 @@ class Session:
             model, store = fingerprint(folder), store_of(self.config)
             check_metric(self.config)
             check_room(self.config, model, store)
-            self.saver = Saver(self.config, store, model, self.recorder.note)
+            self.saver = Saver(self.config, store, model, self.recorder)
         if self.resumed is None:
             facts = {"model": str(folder.resolve()), **environment(self._device)}
             (self.run_dir / START_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

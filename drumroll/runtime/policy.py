@@ -36,9 +36,12 @@ class Policy:
         self.version = -1  # nothing sent yet
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Completions of all requests, in no particular order."""
+        """Completions of all requests, in no particular order. Raises RunError naming the rank whose engine loses one."""
         shares = route(requests, self._ranks.world_size)
-        return [completion for share in self._ranks.scatter(Worker.generate, [(share,) for share in shares]) for completion in share]
+        answers = self._ranks.scatter(Worker.generate, [(share,) for share in shares])
+        for rank, (share, completions) in enumerate(zip(shares, answers, strict=True)):
+            _check_complete(rank, share, completions)
+        return [completion for completions in answers for completion in completions]
 
     def logprobs(self, role: Scored, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs of every sample's targets under the policy or the reference: float32 [N] a sample, in the order given."""
@@ -123,6 +126,15 @@ class Policy:
     @staticmethod
     def _pick(samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
         return [[samples[index] for index in micro] for micro in micros]
+
+
+def _check_complete(rank: int, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
+    wanted = [(request.group_id, index) for request in requests for index in range(request.n)]
+    got = [(one.group_id, one.index) for one in completions]
+    if sorted(wanted) != sorted(got):
+        lost = sorted(set(wanted) - set(got))
+        first = f"first lost (group, sample): {lost[:3]}" if lost else "some were not asked for, or came twice"
+        raise RunError(f"rank {rank}: its engine returned {len(got)} completions for {len(wanted)} samples; {first}")
 
 
 def _merge(reports: Sequence[TrainReport]) -> StepStats:

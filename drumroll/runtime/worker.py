@@ -23,6 +23,7 @@ from drumroll.checkpoint import rng
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import LoraConfig, RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
+from drumroll.errors import RunError
 from drumroll.models.export import save_adapter, save_folder
 from drumroll.packing import collate
 from drumroll.runtime.plan import Plan
@@ -47,6 +48,14 @@ class TrainReport:
 
     result: StepResult
     stats: dict[str, Stat]
+
+
+@dataclass(slots=True, frozen=True)
+class SaveReport:
+    """What has become of one rank's part of the last save."""
+
+    done: bool  # nothing is under way any more
+    fault: str = ""  # why it came to nothing
 
 
 class Worker:
@@ -146,22 +155,28 @@ class Worker:
         return self._trainer.digests(torch.float32, apart=True)
 
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
-        """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. No other is under way."""
-        rng.write(draft.generators(self._ctx.rank), rng.capture())
-        commit = partial(store.commit, draft) if self._ctx.rank == 0 else None
-        if background:
-            self._saving = self._thread.submit(_commit, self._trainer.save_async(draft.tensors), commit)
-            return
-        self._trainer.save(draft.tensors)  # returns when all ranks have written
-        if commit is not None:
-            commit()
+        """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. No other is under way.
 
-    def saved(self) -> bool:
-        """Whether no save is under way here. Raises RunError for one that failed."""
-        if self._saving is not None and self._saving.done():
-            self._saving.result()
-            self._saving = None
-        return self._saving is None
+        A disk that refuses fails the save, not the rank: `saved` tells.
+        """
+        commit = partial(store.commit, draft) if self._ctx.rank == 0 else None
+        written = self._trainer.save_async(draft.tensors) if background else _at_once(partial(self._trainer.save, draft.tensors))
+        self._saving = self._thread.submit(_commit, written, commit)
+
+    def saved(self) -> SaveReport:
+        """What has become of the last save."""
+        if self._saving is None:
+            return SaveReport(done=True)
+        if not self._saving.done():
+            return SaveReport(done=False)
+        error = self._saving.exception()
+        if error is not None and not isinstance(error, RunError):
+            raise error
+        return SaveReport(done=True, fault=str(error) if error is not None else "")
+
+    def generators(self) -> rng.Generators:
+        """This rank's random number generators as they are now."""
+        return rng.capture()
 
     def load(self, checkpoint: Checkpoint, generators: bool) -> None:
         """Parameters and optimizer state of the policy; `generators`: this rank's random number generators too."""
@@ -209,6 +224,17 @@ class Worker:
         for role in (self._engine, self._policy, self._reference):
             if role is not None:
                 role.close()
+
+
+def _at_once(write: Callable[[], None]) -> Future[None]:
+    """A write that training waits for, as one in the background is seen."""
+    written: Future[None] = Future()
+    try:
+        write()
+        written.set_result(None)
+    except RunError as error:
+        written.set_exception(error)
+    return written
 
 
 def _commit(written: Future[None], commit: Callable[[], Path] | None) -> None:
