@@ -9,7 +9,7 @@ import numpy as np
 
 from drumroll.algorithms.schedule import learning_rate
 from drumroll.checkpoint.driver import DriverState
-from drumroll.checkpoint.store import Checkpoint, CheckpointStore
+from drumroll.checkpoint.store import CannotWrite, Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
@@ -99,12 +99,18 @@ class Policy:
         self._ranks.call(Worker.export_adapter, out)
 
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
-        """Have the ranks write their parts of a draft and make it a checkpoint; in the background, `saved` tells what came of it."""
+        """Have the ranks write their parts of a draft and make it a checkpoint; `saved` tells what came of it. Raises CannotWrite."""
+        for rank, generators in enumerate(self._ranks.call(Worker.generators)):
+            store.add_generators(draft, rank, generators)
         self._ranks.call(Worker.save, store, draft, background)
 
     def saved(self) -> bool:
-        """Whether no save is under way on any rank. Raises RunError for one that failed."""
-        return all(self._ranks.call(Worker.saved))
+        """Whether no save is under way on any rank. Raises CannotWrite for one that has come to nothing."""
+        reports = self._ranks.call(Worker.saved)
+        done = all(report.done for report in reports)
+        if done and (faults := [report.fault for report in reports if report.fault]):
+            raise CannotWrite(faults[0])  # of several: they wrote together, and all of them say what failed first
+        return done
 
     def restore(self, checkpoint: Checkpoint, state: DriverState, generators: bool) -> None:
         """Stand where the policy stood that was saved; the next push sends its weights again, as the version that they were.
