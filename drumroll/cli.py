@@ -167,6 +167,26 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: drumroll export runs/quickstart@20 ./model --dtype bfloat16")
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN[@STEP]", help="Run directory, and the step of a checkpoint; none: the newest.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it appears whole or not at all.", show_default=False)],
+    overrides: Overrides = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with adapters: these alone, for PEFT, not merged.")] = False,
+    shard_gib: Annotated[float, typer.Option(help="Most GiB of tensors in one file.")] = 4.0,
+) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder, and check it against the live model."""
+    from drumroll.pipelines import export as pipeline
+
+    if dtype not in pipeline.GAPS:
+        raise UserError(f"--dtype {dtype}: expected {' or '.join(pipeline.GAPS)}")
+    target = pipeline.Target(dtype=dtype, adapter=adapter, shard_bytes=int(shard_gib * 2**30))
+    pipeline.export(run, out, overrides or [], target)
+
+
 @app.command(epilog="Example: drumroll diff runs/quickstart runs/quickstart.1\n\nBoth runs need record.digests=K.")
 def diff(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.", show_default=False)],

@@ -163,7 +163,9 @@ def _copy_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _replace(temporary: Path, out: Path) -> None:
-    temporary.chmod(0o755)  # mkdtemp made it private
+    temporary.chmod(0o755)  # mkdtemp made it private, and safetensors its files
+    for file in temporary.iterdir():
+        file.chmod(0o644 if file.is_file() else 0o755)
     if not out.exists():
         os.rename(temporary, out)
         return

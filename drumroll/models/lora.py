@@ -208,3 +208,10 @@ def write_folder(folder: Path, spec: LoraSpec, base: str, tensors: Mapping[str, 
     settings = _config(spec, layers, base=base).to_dict()
     settings["target_modules"] = sorted(settings["target_modules"])  # a set in there, in another order every time
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+
+
+def with_folder(hf: PreTrainedModel, folder: Path) -> nn.Module:
+    """A plain model under the adapter that `write_folder` has written, as PEFT itself loads it."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(hf, folder)

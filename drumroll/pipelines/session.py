@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,23 +18,25 @@ from drumroll.checkpoint import rng
 from drumroll.checkpoint.driver import DriverState, environment
 from drumroll.checkpoint.identity import fingerprint
 from drumroll.checkpoint.retention import check_metric
+from drumroll.checkpoint.store import unheard
 from drumroll.config import RunConfig, WarmupConfig
 from drumroll.data.stream import Cursor
-from drumroll.errors import UserError
+from drumroll.errors import RunError, UserError
 from drumroll.observe.closing import closing
 from drumroll.observe.console import console_sink
 from drumroll.observe.metrics import DigestRecord, StepPhase
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.report import write_report
-from drumroll.observe.run import CONFIG_FILE, SUMMARY_FILE, TENSORBOARD_DIR
+from drumroll.observe.run import CONFIG_FILE, STACKS_FILE, SUMMARY_FILE, TENSORBOARD_DIR
 from drumroll.observe.sinks import TensorBoardSink, scalars
 from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
+from drumroll.pipelines.export import Target, check
 from drumroll.pipelines.resume import START_FILE, Resumed, store_of
 from drumroll.pipelines.room import check_room
 from drumroll.pipelines.saving import Boundary, Saver
 from drumroll.pipelines.signals import Signals
-from drumroll.runtime.local import resolve_device
+from drumroll.runtime.local import RankFailure, resolve_device
 from drumroll.runtime.policy import Policy
 
 MODEL_DIR = "model"  # with adapters: they are merged in
@@ -56,6 +59,8 @@ class Session:
     recorder: Recorder
     signals: Signals
     resumed: Resumed | None = None
+    restart: str = ""  # of the ranks, and why
+    reached: Callable[[str], None] = unheard  # told each stage of a save
     begun: bool = False  # something of a resumed run's directory has been changed
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     peak_bytes_per_rank: list[int] = field(default_factory=list)
@@ -78,7 +83,7 @@ class Session:
     def start_from(self, folder: Path) -> None:
         """Record the model folder that the main phase starts from, and with what it runs. Raises UserError for a disk that is too small."""
         if self.config.checkpoint.every:
-            model, store = fingerprint(folder), store_of(self.config)
+            model, store = fingerprint(folder), store_of(self.config, self.reached)
             check_metric(self.config)
             check_room(self.config, model, store)
             self.saver = Saver(self.config, store, model, self.recorder)
@@ -95,14 +100,20 @@ class Session:
         if self.resumed is None:
             rng.seed(self.config.seed)  # for a user's rewards: nothing of ours draws from them
             self._record_digests(policy, 0)
+            self._note_restart()
             return 1
         checkpoint, state = self.resumed.checkpoint, self.resumed.state
         policy.restore(checkpoint, state, generators=self.resumed.exact)
         stream.restore(state.cursor)
         self._rewind(state)
+        self._note_restart()
         if self.resumed.exact:
             rng.restore(rng.read(checkpoint.generators(None)), str(checkpoint.generators(None)))
         return state.step + 1
+
+    def _note_restart(self) -> None:
+        if self.restart:
+            self.recorder.event("restart", self.restart)
 
     def _rewind(self, state: DriverState) -> None:
         """What the directory holds of later steps is put aside or cut away: they will be done again."""
@@ -120,7 +131,7 @@ class Session:
 
     def attach_tensorboard(self) -> None:
         if self.config.record.tensorboard:
-            self.recorder.attach(TensorBoardSink(self.run_dir / TENSORBOARD_DIR))
+            self.recorder.attach("TensorBoard", lambda: TensorBoardSink(self.run_dir / TENSORBOARD_DIR))
 
     def push(self, policy: Policy) -> None:
         """Weights to the engines; counted, so that the summary can say that every push arrived."""
@@ -193,16 +204,19 @@ class Session:
         if self.saver is not None:
             self.saver.hear(policy, wait=True)
         self.measure(policy)
-        policy.export(self.run_dir / MODEL_DIR)
-        self.recorder.note(f"model {self.run_dir / MODEL_DIR}")
+        model = self.run_dir / MODEL_DIR
+        policy.export(model)
+        self.recorder.note(f"model {model} ({check(model, model, policy, self.config, Target())})")
         if self.config.model.lora is not None:
             policy.export_adapter(self.run_dir / ADAPTER_DIR)
             self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")
 
 
 @contextmanager
-def open_session(config: RunConfig, resumed: Resumed | None = None) -> Iterator[Session]:
-    """A run directory, new or that of the resumed run, with its recorder.
+def open_session(
+    config: RunConfig, resumed: Resumed | None = None, restart: str = "", reached: Callable[[str], None] = unheard
+) -> Iterator[Session]:
+    """A run directory, new or that of the resumed run, with its recorder. `restart`, `reached`: see Session.
 
     However the block ends, records are closed and summary and report written; but a run that did not come to its first step leaves
     everything as it was.
@@ -211,7 +225,7 @@ def open_session(config: RunConfig, resumed: Resumed | None = None) -> Iterator[
     kept = _make_room(run_dir) if resumed is None else None
     sinks = [console_sink(config.run_dir, _totals(config))]
     recorder = Recorder(run_dir, sinks, rollouts=config.record.rollouts, digests=config.record.digests > 0)
-    session = Session(config, run_dir, recorder, Signals(), resumed)
+    session = Session(config, run_dir, recorder, Signals(), resumed, restart, reached)
     if resumed is None:
         configs.dump(config, run_dir / CONFIG_FILE)
         session.attach_tensorboard()
@@ -225,14 +239,27 @@ def open_session(config: RunConfig, resumed: Resumed | None = None) -> Iterator[
         raise
     except BaseException as caught:
         status, error = "failed", f"{type(caught).__name__}: {caught}".strip()
+        if isinstance(caught, RankFailure) and caught.stacks:
+            (run_dir / STACKS_FILE).write_text(caught.stacks, encoding="utf-8")
         raise
     finally:
+        _close(session, status, error, kept)
+
+
+def _close(session: Session, status: Status, error: str | None, kept: Path | None) -> None:
+    """Records closed, summary and report written. A disk that refuses them does not hide what ended the run."""
+    nothing_done = not session.begun if session.resumed is not None else not session.recorder.records and not session.recorder.evals
+    try:
         session.recorder.close()
-        nothing_done = not session.begun if resumed is not None else not session.recorder.records and not session.recorder.evals
         if status == "completed" or not nothing_done:
             _finish_records(session, status, error)
-        elif resumed is None:
-            _undo(run_dir, kept)
+        elif session.resumed is None:
+            _undo(session.run_dir, kept)
+    except OSError as refused:
+        fault = RunError(f"{session.run_dir}: cannot write the end of the records: {refused}; free the disk, then `drumroll report` it")
+        if status == "completed":
+            raise fault from refused
+        print(fault, file=sys.stderr)
 
 
 def _totals(config: RunConfig) -> dict[StepPhase, int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from drumroll.algorithms.schedule import learning_rate
 from drumroll.checkpoint.driver import DriverState
@@ -90,9 +91,9 @@ class Policy:
                 raise RunError(f"ranks 0 and {rank} hold different weights: {', '.join(wrong[:3])} ({len(wrong)} of {len(first)})")
         return first
 
-    def export(self, out: Path) -> None:
-        """Write a HF model folder."""
-        self._ranks.call(Worker.export, out)
+    def export(self, out: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 4 << 30) -> None:
+        """Write a HF model folder, in files of at most `shard_bytes` of tensors."""
+        self._ranks.call(Worker.export, out, dtype, shard_bytes)
 
     def export_adapter(self, out: Path) -> None:
         """Write the adapters of a run that has some, for PEFT."""

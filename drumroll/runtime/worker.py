@@ -185,11 +185,11 @@ class Worker:
             file = checkpoint.generators(self._ctx.rank)
             rng.restore(rng.read(file), str(file))
 
-    def export(self, out: Path) -> None:
+    def export(self, out: Path, dtype: torch.dtype, shard_bytes: int) -> None:
         """Write the policy as a HF folder; rank 0 writes, all ranks take part in gathering bucket by bucket."""
-        buckets = self._trainer.weights(torch.float32)
+        buckets = self._trainer.weights(dtype)
         if self._ctx.rank == 0:
-            save_folder(self._spec.folder, out, buckets)
+            save_folder(self._spec.folder, out, buckets, shard_bytes)
         else:
             for _ in buckets:
                 pass

@@ -1,0 +1,140 @@
+"""Write the model of a checkpoint as a HF folder, or its adapters for PEFT, and hold it against the model that was loaded.
+
+The run's own ranks hold the model, as its backend shards it; they gather it bucket by bucket and rank 0 writes: no rank holds it whole.
+The check does: it loads what was written with plain transformers. A model that does not fit into half of the free memory is not checked,
+and that is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from drumroll import config as configs
+from drumroll import plugins
+from drumroll.checkpoint.store import Checkpoint, CheckpointStore, step_of
+from drumroll.config import RunConfig
+from drumroll.errors import RunError, UserError
+from drumroll.models import lora
+from drumroll.observe.run import CONFIG_FILE
+from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
+from drumroll.runtime.local import launch
+from drumroll.runtime.plan import Plan
+from drumroll.runtime.policy import Policy
+from drumroll.runtime.worker import Worker, WorkerSpec
+from drumroll.types import TrainSample
+
+# Largest difference of a log-prob between the live model and what was written, in nats: rounding of matmuls in fp32, of weights in bf16.
+GAPS = {"float32": 1e-4, "bfloat16": 0.25}
+_PROBES, _PROBE_TOKENS = 4, 24
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    """What to write."""
+
+    dtype: str = "float32"
+    adapter: bool = False
+    shard_bytes: int = 4 << 30
+
+
+def export(run: str, out: Path, overrides: Sequence[str], target: Target) -> None:
+    """`drumroll export RUN[@STEP] OUT`. Raises UserError for a run or step that is not there, RunError when the check fails."""
+    folder, _, step = run.rpartition("@") if "@" in run else (run, "", "")
+    run_dir = Path(folder)
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(f"{run_dir}: no run, {CONFIG_FILE} is missing")
+    config = configs.load(run_dir / CONFIG_FILE, overrides)
+    plugins.check(config)
+    if target.adapter and config.model.lora is None:
+        raise UserError(f"--adapter: {run_dir} has no adapters (model.lora); leave that out")
+    checkpoint = _checkpoint(CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint), step)
+    source = start_model(run_dir, config)
+    spec = WorkerSpec(config, source, Plan(config.runtime.ranks, frozenset({"policy"})))
+    with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+        policy = Policy(ranks, config, total_steps=1)
+        policy.restore(checkpoint, checkpoint.state(), generators=False)
+        if target.adapter:
+            policy.export_adapter(out)
+        else:
+            policy.export(out, getattr(torch, target.dtype), target.shard_bytes)
+        told = check(out, source, policy, config, target)
+    Console().print(f"{checkpoint.path} -> {out} ({told})", markup=False, highlight=False, soft_wrap=True)
+
+
+def check(out: Path, source: Path, policy: Policy, config: RunConfig, target: Target) -> str:
+    """Load `out` with plain transformers (and PEFT) and compare log-probs with the live policy's; in words, what was found.
+
+    Raises RunError when keys are missing or unexpected, or a log-prob is too far off.
+    """
+    folder = source if target.adapter else out
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 4 * size > free:
+        return f"not checked: {size / 2**30:.1f} GiB of weights, {free / 2**30:.1f} GiB of memory free"
+    probes = _probes(json.loads((folder / "config.json").read_text()))
+    temperature = config.rollout.temperature if config.pipeline == "rl" else 1.0
+    live = policy.logprobs("policy", probes)
+    written = _logprobs(_load(folder, out if target.adapter else None, config.model.trust_remote_code), probes, temperature)
+    gap = max(float(np.abs(mine - theirs).max()) for mine, theirs in zip(written, live, strict=True))
+    low = "bfloat16" in (target.dtype, config.model.dtype) or (config.model.lora is not None and config.model.lora.base_dtype == "bfloat16")
+    bound = GAPS["bfloat16" if low else "float32"]
+    if not gap <= bound:
+        raise RunError(f"{out}: loaded with transformers, its log-probs are {gap:.2g} off the live model's, expected at most {bound:g}")
+    return f"loaded with transformers, log-probs within {gap:.1e} of the live model's"
+
+
+def _checkpoint(store: CheckpointStore, step: str) -> Checkpoint:
+    paths = store.paths()
+    if not paths:
+        raise UserError(f"{store.folder}: no checkpoint there; set checkpoint.every, or take the folder `model` of a completed run")
+    if not step:
+        return store.open(paths[-1])
+    found = [path for path in paths if str(step_of(path)) == step]
+    if not found:
+        raise UserError(f"@{step}: no checkpoint of that step; there are {', '.join(str(step_of(path)) for path in paths)}")
+    return store.open(found[0])
+
+
+def _probes(config: dict[str, object]) -> list[TrainSample]:
+    """Random tokens, the same for every model of that vocabulary."""
+    vocabulary = config["vocab_size"]
+    assert isinstance(vocabulary, int)
+    rng = np.random.default_rng(0)
+    mask = np.arange(_PROBE_TOKENS) > 0
+    return [TrainSample(rng.integers(0, vocabulary, _PROBE_TOKENS), mask) for _ in range(_PROBES)]
+
+
+def _load(folder: Path, adapter: Path | None, trust_remote_code: bool) -> nn.Module:
+    transformers.utils.logging.disable_progress_bar()
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    model, info = found
+    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    if wrong:
+        raise RunError(f"{folder}: transformers finds the tensors wrong: {wrong}")
+    loaded: nn.Module = model if adapter is None else lora.with_folder(model, adapter)
+    return loaded.eval()
+
+
+@torch.no_grad()
+def _logprobs(model: nn.Module, probes: Sequence[TrainSample], temperature: float) -> list[np.ndarray]:
+    scores = []
+    for probe in probes:
+        ids = torch.from_numpy(probe.token_ids)[None]
+        log_p = (model(input_ids=ids, use_cache=False).logits[0].float() / temperature).log_softmax(-1)
+        scores.append(log_p[:-1].gather(1, ids[0, 1:, None]).squeeze(1).numpy())
+    return scores
