@@ -74,12 +74,12 @@ class Report:
 
 
 class CheckError(RunError):
-    """A verb raised; the text starts with the check in brackets, see `failed_check`."""
+    """A verb raised; the text has the check in brackets, see `failed_check`."""
 
 
 def failed_check(text: str) -> tuple[str, str] | None:
-    """(check, first line of the error) of a traceback that ends in a CheckError; None for any other text."""
-    found = re.findall(r"CheckError: \[(.+?)\] (.*)", text)
+    """(check, first line of the error) of a rank's failure that is a CheckError; None for any other text."""
+    found = re.findall(r"^check \[(.+?)\] (.*)$", text, re.MULTILINE)
     return found[-1] if found else None
 
 
@@ -370,7 +370,7 @@ def _close(backend: Backend) -> None:
 
 def _check_error(check: str, error: Exception) -> CheckError:
     text = str(error).strip() or "no text"
-    return CheckError(f"[{check}] {type(error).__name__}: {text.splitlines()[0]}")
+    return CheckError(f"check [{check}] {type(error).__name__}: {text.splitlines()[0]}")
 
 
 def _flat(buckets: Iterable[list[NamedTensor]]) -> Iterator[NamedTensor]:

@@ -227,5 +227,6 @@ def _crash(labels: Labels, job: Job, text: str) -> CheckRow:
     who = who.partition(" failed first")[0]
     if named := failed_check(text):
         return labels.failed(named[0], f"{who}: {named[1]}")
-    told = [line for line in rest if line.strip() and not line.startswith("(ranks ")]
-    return labels.failed(job.scenario.__name__, f"{who}: {told[-1] if told else text}")
+    told = [line for line in rest if line.strip() and not line.startswith("(ranks ")] or [text]
+    line = told[-1] if told[0].startswith("Traceback") else told[0]  # a traceback ends in its error, anything else begins with it
+    return labels.failed(job.scenario.__name__, f"{who}: {line}")
