@@ -30,8 +30,8 @@ CONFIG_FILE = "config.yaml"
 MODEL_FILE = "model.json"
 
 
-def _nothing(stage: str) -> None:
-    pass
+def unheard(stage: str) -> None:
+    """Nobody listens to the stages of a save."""
 
 
 class CannotWrite(RunError):
@@ -77,7 +77,7 @@ class CheckpointStore:
 
     folder: Path
     retention: CheckpointConfig
-    reached: Callable[[str], None] = field(default=_nothing)  # told each stage of a save, for tests
+    reached: Callable[[str], None] = field(default=unheard)  # told each stage of a save, where it happens; for tests
 
     def draft(self, state: DriverState, config: RunConfig, model: Fingerprint, generators: rng.Generators) -> Checkpoint:
         """A staging directory with what the driver knows; the ranks' parts are added, then comes `commit`. Raises CannotWrite."""

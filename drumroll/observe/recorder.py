@@ -73,16 +73,18 @@ class Recorder:
         self._standing[alarm.kind] = alarm
         self.event(alarm.kind, f"{alarm.what}. Likely: {alarm.cause}. Try: {alarm.action}.")
 
-    def attach(self, sink: Sink) -> None:
-        """Add a sink, and tell it what has been recorded so far."""
-        self._sinks.append(sink)
+    def attach(self, name: str, make: Callable[[], Sink]) -> None:
+        """Add a sink, and tell it what has been recorded so far. One that cannot even be made is as one that fails later."""
         try:
+            sink = make()
             for record in self.records:
                 sink.step(record, [])
             for one in self.evals:
                 sink.evaluation(one)
         except Exception as error:  # noqa: BLE001 - fault boundary, as in `_each`
-            self._drop(sink, error)
+            self._lost(name, error)
+        else:
+            self._sinks.append(sink)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each record file: where a checkpoint of now stands in them."""
@@ -128,7 +130,10 @@ class Recorder:
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        what = f"{type(sink).__name__} failed and is off for the rest of the run ({type(error).__name__}: {error})"
+        self._lost(type(sink).__name__, error)
+
+    def _lost(self, name: str, error: Exception) -> None:
+        what = f"{name} failed and is off for the rest of the run ({type(error).__name__}: {error})"
         action = f"nothing for this run: {METRICS_FILE} has everything, and --resume writes TensorBoard's files again from it"
         if not self._sinks:
             print(what, file=sys.stderr)

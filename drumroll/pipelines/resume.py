@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from drumroll import config as configs
 from drumroll.checkpoint.driver import DriverState, environment
 from drumroll.checkpoint.identity import ELASTIC, FREE, compare_configs, fingerprint
-from drumroll.checkpoint.store import STEP, Checkpoint, CheckpointStore, Skipped
+from drumroll.checkpoint.store import STEP, Checkpoint, CheckpointStore, Skipped, unheard
 from drumroll.config import RunConfig, WarmupConfig
 from drumroll.errors import RunError, UserError
 from drumroll.models.locate import locate
@@ -50,9 +51,9 @@ class Resumed:
         return "\n".join(lines)
 
 
-def store_of(config: RunConfig) -> CheckpointStore:
-    """The checkpoints in a run's directory."""
-    return CheckpointStore(Path(config.run_dir) / CHECKPOINTS_DIR, config.checkpoint)
+def store_of(config: RunConfig, reached: Callable[[str], None] = unheard) -> CheckpointStore:
+    """The checkpoints in a run's directory. `reached`: told each stage of a save."""
+    return CheckpointStore(Path(config.run_dir) / CHECKPOINTS_DIR, config.checkpoint, reached)
 
 
 def find(config: RunConfig, path: Path | None) -> Resumed | None:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from drumroll.algorithms.filters import has_variance
 from drumroll.algorithms.presets import Algorithm, resolve
+from drumroll.checkpoint.store import unheard
 from drumroll.config import RunConfig
 from drumroll.data.chat import load_eos_ids, load_tokenizer
 from drumroll.data.sources import open_rows
@@ -21,6 +22,7 @@ from drumroll.observe import batches, metrics
 from drumroll.pipelines import evaluate
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.length import check_vocabulary
+from drumroll.pipelines.restart import with_restarts
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import BATCHES_DIR, Session, open_session
 from drumroll.pipelines.warmup import starting_model
@@ -35,16 +37,24 @@ from drumroll.runtime.worker import Worker, WorkerSpec
 from drumroll.types import Group, StepStats, TrainSample
 
 
-def train(config: RunConfig, resumed: Resumed | None = None) -> None:
-    """`pipeline: rl`: from the recipe, or a checkpoint, to a trained model, its records and its report in the run directory."""
+def train(config: RunConfig, resumed: Resumed | None = None, reached: Callable[[str], None] = unheard) -> None:
+    """`pipeline: rl`: from the recipe, or a checkpoint, to a trained model, its records and its report in the run directory.
+
+    `reached`: told each stage of a save.
+    """
+    with_restarts(partial(_train, config, reached), config, resumed)
+
+
+def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed | None, restart: str) -> None:
     assert config.algorithm is not None
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
-    with open_session(config, resumed) as session, RewardSet(config.rewards) as rewards:
+    with open_session(config, resumed, restart, reached) as session, RewardSet(config.rewards) as rewards:
         folder = resumed.folder if resumed is not None else starting_model(config, session.recorder)
         session.start_from(folder)
         prompts, sampled_with = open_prompts(config, folder, rewards)
         spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
-        with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+        where = config.runtime
+        with launch(partial(Worker, spec=spec), where.ranks, where.device, where.timeout_s, in_process=not where.max_restarts) as ranks:
             policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
             rollouter = Rollouter(policy.generate, rewards, session.timer)
             evaluator = Evaluator(config, folder, rollouter) if config.data.eval is not None else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from drumroll.algorithms.loss import sft_loss
+from drumroll.checkpoint.store import unheard
 from drumroll.config import RunConfig
 from drumroll.data.chat import load_eos_ids, load_tokenizer
 from drumroll.data.sources import open_rows
@@ -16,6 +18,7 @@ from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
 from drumroll.pipelines.length import check_length, check_vocabulary
+from drumroll.pipelines.restart import with_restarts
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import Session, open_session
 from drumroll.runtime.local import launch
@@ -24,15 +27,23 @@ from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
 
 
-def train(config: RunConfig, resumed: Resumed | None = None) -> None:
-    """`pipeline: sft`: train, from a checkpoint if there is one, and leave the model in the run directory."""
-    with open_session(config, resumed) as session:
+def train(config: RunConfig, resumed: Resumed | None = None, reached: Callable[[str], None] = unheard) -> None:
+    """`pipeline: sft`: train, from a checkpoint if there is one, and leave the model in the run directory.
+
+    `reached`: told each stage of a save.
+    """
+    with_restarts(partial(_train, config, reached), config, resumed)
+
+
+def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed | None, restart: str) -> None:
+    with open_session(config, resumed, restart, reached) as session:
         folder = resumed.folder if resumed is not None else locate(config.model.path)
         check_length(config, folder)
         session.start_from(folder)
         samples = open_samples(config, folder)
         spec = WorkerSpec(config, folder, plan(config, reference=False))
-        with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
+        where = config.runtime
+        with launch(partial(Worker, spec=spec), where.ranks, where.device, where.timeout_s, in_process=not where.max_restarts) as ranks:
             policy = Policy(ranks, config, total_steps=config.max_steps)
             fit(policy, samples, config, session.recorder, session)
             session.finish(policy)

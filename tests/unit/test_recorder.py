@@ -14,7 +14,7 @@ from drumroll.errors import UserError
 from drumroll.observe.alarms import Alarm
 from drumroll.observe.metrics import EvalRecord, StepRecord, eval_record, rollout_records
 from drumroll.observe.recorder import Recorder
-from drumroll.observe.run import read_rollouts, read_run, read_steps
+from drumroll.observe.run import read_events, read_rollouts, read_run, read_steps
 from drumroll.observe.sinks import TensorBoardSink, scalars
 from drumroll.observe.summary import read_summary, summarise, write_summary
 from tests.records import finished, group, healthy_history, healthy_record, sft_record
@@ -61,6 +61,19 @@ def test_a_dead_sink_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> Non
     assert len(alive.notes) == 1 and "DeadSink failed" in alive.notes[0] and "ConnectionError: tracker is gone" in alive.notes[0]
     assert alive.closed
     assert [record.step for record in read_steps(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [record.alarms for record in read_steps(tmp_path)] == [[], [], ["tracker"], ["tracker"], ["tracker"]]
+    [event] = read_events(tmp_path)
+    assert (event.step, event.kind) == (2, "tracker") and "ConnectionError: tracker is gone" in event.text
+
+
+def test_a_sink_that_cannot_be_made_is_a_dead_one(tmp_path: Path) -> None:
+    """TensorBoard's directory is a file: what a full or a foreign disk looks like."""
+    (tmp_path / "tensorboard").touch()
+    with Recorder(tmp_path) as recorder:
+        recorder.attach("TensorBoard", lambda: TensorBoardSink(tmp_path / "tensorboard"))
+        recorder.step(healthy_record(1))
+    assert [record.alarms for record in read_steps(tmp_path)] == [["tracker"]]
+    assert "TensorBoard failed" in read_events(tmp_path)[0].text
 
 
 def test_the_last_sink_to_die_is_reported_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +137,7 @@ def test_a_resumed_run_cuts_back_what_it_does_again(tmp_path: Path) -> None:
         recorder.cut_back(sizes)
         assert [record.step for record in recorder.records] == [1, *range(1, 11)]
         assert (tmp_path / "metrics.jsonl").read_bytes() == before[: sizes["metrics.jsonl"]]
-        recorder.attach(sink)
+        recorder.attach("list", lambda: sink)
         for step in (11, 12):
             recorder.step(replace(healthy_record(step), reward_mean=-1.0))
     assert sink.steps == [1, *range(1, 13)] and sink.notes == ["eval 1.0"]
