@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumroll.observe.console import duration
+from drumroll.observe.foreseen import Foreseen, beside
 from drumroll.observe.run import PICTURE_FILE, REPORT_FILE
 from drumroll.observe.summary import Summary
 
@@ -19,6 +20,9 @@ def closing(summary: Summary, run_dir: Path) -> str:
     if summary.weight_pushes:
         gap = "" if summary.logprob_gap_mean is None else f"; engine-trainer log-prob gap {summary.logprob_gap_mean:.1e} on average"
         lines.append(f"weights: {summary.digests_matched} of {summary.weight_pushes} pushes arrived as they were sent{gap}")
+    state, peak = summary.predicted_state_bytes_per_rank, summary.predicted_peak_bytes_per_rank
+    if state is not None and peak is not None and summary.state_bytes_per_rank:
+        lines.append(beside(Foreseen(state, peak, summary.process_bytes), summary.state_bytes_per_rank, summary.peak_bytes_per_rank))
     found = [str(path) for path in (run_dir / REPORT_FILE, run_dir / PICTURE_FILE) if path.is_file()]
     if found:
         lines.append(f"to look at: {', '.join(found)}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from drumroll.errors import UserError
+from drumroll.observe.foreseen import Foreseen
 from drumroll.observe.jsonl import decode, dumps
 from drumroll.observe.metrics import EvalRecord, StepRecord
 
@@ -33,6 +34,10 @@ class Summary:
     train_tokens: int  # tokens that carried loss
     wall_seconds: float  # the whole run, start-up and evaluations included
     peak_bytes_per_rank: list[int]  # most bytes each rank held at once
+    predicted_peak_bytes_per_rank: int | None = None  # what was foreseen of it, on the fullest rank; None: nothing could be
+    process_bytes: int = 0  # of it what a process held before any model; 0 where the peak is a GPU's
+    state_bytes_per_rank: list[int] = field(default_factory=list)  # parameters, gradients and optimizer state between steps, from storages
+    predicted_state_bytes_per_rank: int | None = None  # what was foreseen of that
     error: str | None = None  # first line of what ended the run
 
 
@@ -45,6 +50,8 @@ def summarise(
     digests_matched: int,
     wall_seconds: float,
     peak_bytes_per_rank: Sequence[int],
+    state_bytes_per_rank: Sequence[int] = (),
+    foreseen: Foreseen | None = None,
     error: str | None = None,
 ) -> Summary:
     """Condense a run's records. Steps are those of the main phase: RL if there was any."""
@@ -64,6 +71,10 @@ def summarise(
         train_tokens=sum(record.train_tokens for record in main),
         wall_seconds=wall_seconds,
         peak_bytes_per_rank=list(peak_bytes_per_rank),
+        predicted_peak_bytes_per_rank=foreseen.peak if foreseen is not None else None,
+        process_bytes=foreseen.process if foreseen is not None else 0,
+        state_bytes_per_rank=list(state_bytes_per_rank),
+        predicted_state_bytes_per_rank=foreseen.state if foreseen is not None else None,
         error=error,
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from drumroll import config as configs
+from drumroll.backends.base import KINDS
 from drumroll.checkpoint import rng
 from drumroll.checkpoint.driver import DriverState, environment
 from drumroll.checkpoint.identity import fingerprint
@@ -24,6 +25,7 @@ from drumroll.data.stream import Cursor
 from drumroll.errors import RunError, UserError
 from drumroll.observe.closing import closing
 from drumroll.observe.console import console_sink
+from drumroll.observe.foreseen import Foreseen, beside, size
 from drumroll.observe.metrics import DigestRecord, StepPhase
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.report import write_report
@@ -36,6 +38,7 @@ from drumroll.pipelines.resume import START_FILE, Resumed, store_of
 from drumroll.pipelines.room import check_room
 from drumroll.pipelines.saving import Boundary, Saver
 from drumroll.pipelines.signals import Signals
+from drumroll.planner.forecast import Forecast, forecast
 from drumroll.runtime.local import RankFailure, resolve_device
 from drumroll.runtime.policy import Policy
 
@@ -64,6 +67,9 @@ class Session:
     begun: bool = False  # something of a resumed run's directory has been changed
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     peak_bytes_per_rank: list[int] = field(default_factory=list)
+    state_bytes_per_rank: list[int] = field(default_factory=list)
+    plan: Forecast | None = None  # None: nothing could be foreseen
+    foreseen: Foreseen | None = None  # of memory; with what the processes hold besides once they have been measured
     pushes: int = 0
     pushes_matched: int = 0
     saver: Saver | None = None  # None: the config asks for no checkpoints
@@ -87,6 +93,7 @@ class Session:
             check_metric(self.config)
             check_room(self.config, model, store)
             self.saver = Saver(self.config, store, model, self.recorder)
+        self.plan = self._foresee(folder)
         if self.resumed is None:
             facts = {"model": str(folder.resolve()), **environment(self._device)}
             (self.run_dir / START_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -140,9 +147,26 @@ class Session:
         self.pushes += 1
         self.pushes_matched += report.matched == report.tensors
 
+    def _foresee(self, folder: Path) -> Forecast | None:
+        """None, and a note, where the backend or the model cannot be foreseen."""
+        try:
+            plan = forecast(self.config, folder)
+        except UserError as error:
+            self.recorder.note(f"memory cannot be foreseen: {error}")
+            return None
+        self.recorder.note(f"memory foreseen: {size(plan.peak.total)} a rank at most, in {plan.peak.name}")
+        return plan
+
     def measure(self, policy: Policy) -> None:
-        """Read the peak memory of every rank."""
-        self.peak_bytes_per_rank = [held["peak"] for held in policy.memory()]
+        """Read the memory of every rank; the first time, show it beside what was foreseen."""
+        first = not self.peak_bytes_per_rank
+        by_rank = policy.memory()
+        self.peak_bytes_per_rank = [held["peak"] for held in by_rank]
+        self.state_bytes_per_rank = [sum(held[kind] for kind in KINDS) for held in by_rank]
+        if first and self.plan is not None:
+            process = max(held["process"] for held in by_rank) if self.plan.device == "cpu" else 0
+            self.foreseen = Foreseen(self.plan.state.between, self.plan.peak.total + process, process)
+            self.recorder.note(beside(self.foreseen, self.state_bytes_per_rank, self.peak_bytes_per_rank))
 
     def training(self) -> AbstractContextManager[None]:
         """Around the loop: where there are checkpoints, a first Ctrl-C or SIGTERM saves what is done and then ends the run."""
@@ -308,6 +332,8 @@ def _finish_records(session: Session, status: Status, error: str | None) -> None
         digests_matched=session.pushes_matched,
         wall_seconds=session.seconds,
         peak_bytes_per_rank=session.peak_bytes_per_rank,
+        state_bytes_per_rank=session.state_bytes_per_rank,
+        foreseen=session.foreseen,
         error=error,
     )
     write_summary(session.run_dir / SUMMARY_FILE, summary)

@@ -79,6 +79,7 @@ class State:
     optimizer: int  # on the device
     host: int  # in host memory, where something is off-loaded
     step: int  # what the optimizer holds beyond this while it steps
+    between: int  # between steps, wherever it lies
 
     @property
     def total(self) -> int:
@@ -89,14 +90,15 @@ def state(tensors: Sequence[Stored], footprint: Footprint, optim: OptimSpec | No
     """`optim` None: forward-only, no gradients and no optimizer."""
     parameter = _divided_bytes(tensors, footprint)
     if optim is None:
-        return State(0, 0, 0, parameter, 0) if footprint.offload else State(parameter, 0, 0, 0, 0)
+        return State(0, 0, 0, parameter, 0, parameter) if footprint.offload else State(parameter, 0, 0, 0, 0, parameter)
     trained = [tensor for tensor in tensors if tensor.trained]
     gradient = 4 * share(trained, footprint.gradient, footprint)
     on_device, on_host = _optimizer(trained, footprint, optim)
     step = _step(trained, footprint, optim)
+    between = parameter + on_device + on_host + (gradient if footprint.gradients_stay else 0)
     if footprint.offload:
-        return State(0, 0, 0, parameter + gradient + on_device + on_host, step)
-    return State(parameter, gradient, on_device, on_host, step)
+        return State(0, 0, 0, parameter + gradient + on_device + on_host, step, between)
+    return State(parameter, gradient, on_device, on_host, step, between)
 
 
 def _divided_bytes(tensors: Sequence[Stored], footprint: Footprint) -> int:

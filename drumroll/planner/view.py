@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from drumroll.errors import UserError
+from drumroll.observe.foreseen import size
 from drumroll.planner.advice import Advice, fits
 from drumroll.planner.forecast import Forecast
 
@@ -53,15 +54,6 @@ def memory_here(device: str, ranks: int) -> int | None:
     if not info.is_file():
         return None
     return int(info.read_text().split("MemTotal:")[1].split()[0]) * 1024 // ranks
-
-
-def size(count: float) -> str:
-    """Bytes in a unit that suits them."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def show(planned: Sequence[Planned], console: Console | None = None) -> None:

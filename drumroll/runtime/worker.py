@@ -62,6 +62,7 @@ class Worker:
     def __init__(self, ctx: RankContext, spec: WorkerSpec) -> None:
         self._ctx = ctx
         self._spec = spec
+        self._before = _peak_bytes(ctx.device)
         transformers.utils.logging.disable_progress_bar()  # one bar a rank and a model would be drawn over the run's own view
         model = model_spec(spec.config, spec.folder, ctx.device)
         self._policy = self._backend(model, optim_spec(spec.config)) if "policy" in spec.plan.roles else None
@@ -206,7 +207,7 @@ class Worker:
                 pass
 
     def memory(self) -> dict[str, int]:
-        """Bytes held on this rank by kind, and `peak`: the most this process has held.
+        """Bytes held on this rank by kind, and `peak`: the most this process has held; `process`: what that was before any model.
 
         The peak is device memory on a GPU and resident memory on a CPU.
         """
@@ -216,6 +217,7 @@ class Worker:
         if self._reference is not None:
             held["reference"] = sum(self._reference.memory().values())
         held["peak"] = _peak_bytes(self._ctx.device)
+        held["process"] = self._before
         return held
 
     def close(self) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from drumroll import plugins
 from drumroll.backends.base import ModelSpec, OptimSpec
-from drumroll.engines.base import Holding
+from drumroll.engines.base import Demand, EngineSpec, Foreseen, GenerateRequest, Holding, SamplingParams
+from drumroll.models.build import build
+from drumroll.models.locate import locate
 from drumroll.planner import command
 from drumroll.planner.forecast import training_scene
 from drumroll.planner.measure import Measured, measure
@@ -139,3 +142,23 @@ def test_seven_billion_parameters_on_up_to_1024_ranks_in_a_minute(capsys: pytest
     assert peaks == sorted(peaks, reverse=True)
     shown = capsys.readouterr().out
     assert shown.count("fits: peak") == 3 and "forward and backward" in shown
+
+
+def test_an_engine_holds_what_it_foresees() -> None:
+    """Weights and a cache that has grown to the longest row, from the engine's own storages; buffers are the rest."""
+    folder = locate("builtin:llama-0.8m")
+    plugin = plugins.load("engines", plugins.EMBEDDED_ENGINE)
+    assert isinstance(plugin, Foreseen)
+    rows, prompt, length = 6, 10, 150
+    config = AutoConfig.from_pretrained(folder)
+    engine = plugin(plugin.Config())
+    engine.start(EngineSpec(str(folder), torch.float32, runs.CPU, seed=0, max_length=length))
+    weights = engine.memory()
+    sampling = SamplingParams(max_tokens=length - prompt)
+    drawn = list(engine.generate([GenerateRequest(0, list(range(4, 4 + prompt)), rows, sampling)]))
+    assert {len(completion.token_ids) for completion in drawn} == {length - prompt}
+    demand = Demand(config, sum(p.numel() for p in build(ModelSpec(str(folder))).parameters()), torch.float32, rows, prompt, length)
+    foreseen = plugin.foresee(plugin.Config(), demand)
+    assert weights == pytest.approx(foreseen.weights, rel=REST)
+    assert engine.memory() - weights == pytest.approx(foreseen.cache, rel=REST)
+    engine.close()
