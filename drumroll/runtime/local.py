@@ -21,6 +21,7 @@ import faulthandler
 import multiprocessing as mp
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -184,12 +185,28 @@ class _Failure:
         return 0 if self.killed else 2 if self.lost_peers else 1
 
 
+def _listening_store(timeout_s: float) -> dist.TCPStore:
+    """The store by which ranks find each other, on a free port of this machine's loopback alone.
+
+    The system picks the port and the socket holds it: nobody can take it in between. Left to itself the store listens on every interface.
+    """
+    listener = socket.create_server((env.LOOPBACK, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        env.LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
 class _Processes(Ranks[W]):
     def __init__(self, factory: Callable[[RankContext], W], ranks: int, device: str, timeout_s: float) -> None:
         self.world_size = ranks
         self._timeout_s = timeout_s
-        # Port 0: the system picks a free port and this store holds it, so nobody can take it between choosing and binding.
-        self._store = dist.TCPStore(env.LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._store = _listening_store(timeout_s)
         # Ranks fork from a server that has imported what they all need once: starting four of them costs one import, not four.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(
