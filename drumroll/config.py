@@ -265,6 +265,7 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     micro_batch_tokens: Positive = Field(4096, description="most tokens of one micro-batch on a rank, as the kernels see them (padding of the layout included)")
     batch_size: Positive = Field(64, description="SFT: samples an optimizer step")
+    router_aux_coef: float = Field(0.0, ge=0, description="mixture of experts: weight in the loss of how unevenly the tokens of each sequence are routed, whatever config.json says; 0: routers are left to the loss itself, usual in RL")
 
 
 class WarmupConfig(Section):

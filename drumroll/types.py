@@ -101,6 +101,7 @@ class TokenOutputs:
     logprobs: torch.Tensor  # float32 [N], natural log, at the configured temperature
     entropy: torch.Tensor | None = None  # float32 [N], nats
     values: torch.Tensor | None = None  # float32 [N], from a value head
+    balance: torch.Tensor | None = None  # float32 [S], with graph: how unevenly routers use their experts, 1 at best (models/experts.py)
 
 
 @dataclass(slots=True)

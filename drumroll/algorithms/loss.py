@@ -30,7 +30,7 @@ import torch
 
 from drumroll.algorithms import kl
 from drumroll.errors import RunError
-from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
+from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, TokenOutputs
 
 Aggregate = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
@@ -107,6 +107,14 @@ def sft_loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominator
     logprobs = outputs.logprobs
     weighted = -logprobs * token_mean(micro.target_lengths, logprobs.shape[0], denominators, logprobs.dtype)
     return LossOutput(weighted.sum(), _token_stats(outputs, weighted))
+
+
+def balanced(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators, *, loss: LossFn, coef: float) -> LossOutput:
+    """`loss` + coef * mean over the step's sequences of how unevenly their tokens are routed to experts (see `models/experts.py`)."""
+    result = loss(outputs, micro, denominators)
+    balance_S = _needed(outputs.balance, "the routers' balance (ModelSpec.balance)")[micro.target_lengths > 0]
+    total = result.loss + coef * balance_S.sum() / max(denominators.sequences, 1)
+    return LossOutput(total, result.stats | {"router_balance": balance_S.detach()})
 
 
 def ppo(

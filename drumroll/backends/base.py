@@ -81,6 +81,7 @@ class ModelSpec:
     checkpointing: Checkpointing = "none"
     compile: bool = False  # torch.compile of every transformer block
     tile_mlp: int = 0  # tokens that a block's MLP works on at a time; 0: all
+    balance: bool = False  # in training also say how evenly routers use their experts (TokenOutputs.balance)
     trust_remote_code: bool = False
 
 

@@ -116,11 +116,11 @@ class TorchBackend:
         return _stats(result)
 
     def _outputs(self, micro: MicroBatch, entropy: bool) -> TokenOutputs:
-        logprobs, entropies = self._module(micro, entropy)
+        logprobs, entropies, balance = self._module(micro, entropy)
         expected = micro.target_positions.shape
         if logprobs.dtype is not torch.float32 or logprobs.shape != expected:
             raise RunError(f"expected float32 log-probs {tuple(expected)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
-        return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None)
+        return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None, balance=balance)
 
     def step(self, lr: float) -> StepResult:
         if self._optimizer is None or self._optim is None:

@@ -29,6 +29,7 @@ _KEPT = frozenset(
         "mm",
         "addmm",
         "bmm",
+        "_grouped_mm",  # of experts
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",

@@ -76,6 +76,20 @@ def lay_out(micro: MicroBatch, layout: Layout) -> Laid:
     )
 
 
+def owners(micro: MicroBatch, layout: Layout) -> torch.Tensor:
+    """Which sample each input of what `lay_out` makes belongs to: int64 [B * L], the number of samples for padding and for a dummy."""
+    samples = len(micro.lengths)
+    if len(micro.target_positions) == 0:
+        return torch.full((1,), samples, device=micro.token_ids.device)
+    inputs = np.asarray(micro.lengths, dtype=np.int64) - 1
+    if layout == "packed":
+        owner = np.repeat(np.arange(samples), inputs)
+    else:
+        columns = np.arange(max(1, int(inputs.max())))
+        owner = np.where(columns < inputs[:, None], np.arange(samples)[:, None], samples).flatten()
+    return torch.from_numpy(owner).to(micro.token_ids.device)
+
+
 def _fill_in(device: torch.device) -> Laid:
     """One dummy token and target, so that a rank without work still touches every parameter and its collectives match."""
     zeros = torch.zeros(1, 1, dtype=torch.int64, device=device)

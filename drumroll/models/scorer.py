@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import UserError
-from drumroll.models import ulysses
+from drumroll.models import experts, ulysses
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
-from drumroll.models.layout import Laid, choose, cut, lay_out
+from drumroll.models.layout import Laid, choose, cut, lay_out, owners
 from drumroll.models.lora import outer_name
 from drumroll.types import MicroBatch
 
@@ -48,6 +48,11 @@ class Scorer(nn.Module):
         self.compute_dtype = spec.compute_dtype
         self.temperature = spec.temperature
         self.cast_parameters = False
+        self._balance = spec.balance
+        if spec.balance:
+            experts.check_routers(hf)
+        if spec.compile:
+            experts.keep_out_of_graphs(hf)
         self._sequence_group: dist.ProcessGroup | None = None
         self.blocks = find_blocks(hf)
         for block in self.blocks:
@@ -81,6 +86,8 @@ class Scorer(nn.Module):
 
         Raises UserError for a model that cannot be computed like this.
         """
+        if self._balance:
+            raise UserError("train.router_aux_coef: a sequence's balance cannot be measured where ranks share it: set sequence_ranks=1")
         ulysses.install(self.hf, dist.get_world_size(group))
         self._sequence_group = group
 
@@ -88,18 +95,21 @@ class Scorer(nn.Module):
         """Stays in eval mode whatever is asked: dropout would make old, new and reference log-probs disagree."""
         return super().train(False)
 
-    def forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs [N], entropy [N] or None), float32.
+    def forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(log-probs [N], entropy [N] or None, routers' balance [S] or None), float32; the last one only where it was asked for, to train.
 
-        Without a target the outputs are empty, attached to the graph, and their gradients are zero.
+        Without a target the outputs are empty (the balance 0), attached to the graph, and their gradients are zero.
         """
         if self._sequence_group is not None:
-            return self._shared_forward(micro, entropy, self._sequence_group)
+            return *self._shared_forward(micro, entropy, self._sequence_group), None
         laid = lay_out(micro, self.layout)
-        logprobs_N, entropy_N = self._score(laid, entropy)
+        logprobs_N, entropy_N, router_logits = self._score(laid, entropy)
+        balance_S = None
+        if router_logits is not None:
+            balance_S = experts.balance(self.hf, router_logits, owners(micro, self.layout), len(micro.lengths))
         if laid.fill_in:  # a clone, because hooks on outputs (FSDP2's) do not survive in-place operations on views
-            return logprobs_N[:0].clone(), None if entropy_N is None else entropy_N[:0].clone()
-        return logprobs_N, entropy_N
+            return logprobs_N[:0].clone(), None if entropy_N is None else entropy_N[:0].clone(), balance_S
+        return logprobs_N, entropy_N, balance_S
 
     def _shared_forward(
         self, micro: MicroBatch, entropy: bool, group: dist.ProcessGroup
@@ -107,21 +117,24 @@ class Scorer(nn.Module):
         """The same, of a micro-batch that is part of its group's. See [Note: ulysses]."""
         gathered = ulysses.gather(micro, group)
         part = cut(gathered.micro, dist.get_rank(group), dist.get_world_size(group), micro.token_ids.device)
-        made = self._score(part.laid, entropy, row=ulysses.Row(part.lengths, group))
+        made = self._score(part.laid, entropy, row=ulysses.Row(part.lengths, group))[:2]
         # In one tensor: a loss that uses one of them on some ranks only must not make the others wait for its gradient.
         outputs = torch.stack([output for output in made if output is not None], dim=1)
         home = ulysses.bring_home(outputs, part.targets, gathered.targets, group).unbind(dim=1)
         return home[0].clone(), home[1].clone() if entropy else None  # clones: see `forward`
 
-    def _score(self, laid: Laid, entropy: bool, **attention: ulysses.Row) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs (and entropy) of what is laid out; `attention`: what the model's attention needs to know."""
+    def _score(
+        self, laid: Laid, entropy: bool, **attention: ulysses.Row
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...] | None]:
+        """Log-probs, entropy and routers' logits of what is laid out; `attention`: what the model's attention needs to know."""
         cast = self._cast_outside_blocks()
         inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
+        routers = {experts.ROUTER_OUTPUT: True} if self._balance and torch.is_grad_enabled() else {}
         body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
-        hidden_BLH = functional_call(self.body, body, (), inputs | attention).last_hidden_state
-        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, laid.index_N)
-        scored: tuple[torch.Tensor, torch.Tensor | None] = self.head(hidden_NH, _Targets(laid.targets_N, self.temperature, entropy, cast))
-        return scored
+        made = functional_call(self.body, body, (), inputs | routers | attention)
+        hidden_NH = made.last_hidden_state.flatten(0, 1).index_select(0, laid.index_N)
+        logprobs_N, entropy_N = self.head(hidden_NH, _Targets(laid.targets_N, self.temperature, entropy, cast))
+        return logprobs_N, entropy_N, made.router_logits if routers else None
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.

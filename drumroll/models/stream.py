@@ -148,7 +148,8 @@ def _check_names(
     for names in wanted:
         if not any(name in stored for name in names):
             lacking = [[tensor.name for tensor in apart[name] if tensor.name not in stored] for name in names]
-            missing += min(lacking, key=lambda absent: len(absent))
+            fewest: list[str] = min(lacking, key=len)
+            missing += fewest
     ignored = [*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     unexpected = [file_name for name, file_name in stored.items() if name not in known and not any(re.search(p, name) for p in ignored)]
     if missing or unexpected:

@@ -42,6 +42,7 @@ class StepRecord:
     kl_old: float | None = None  # nats, k3 estimate of KL(policy that sampled || policy), mean over those tokens
     clip_share: float | None = None  # share of those tokens whose gradient the clip removed
     advantage_abs_mean: float | None = None  # mean |advantage| over those tokens
+    router_balance: float | None = None  # how unevenly sequences are routed to experts, 1 at best; mean over them (router_aux_coef > 0)
     # the sampler against the trainer: |engine log-prob - trainer log-prob| of the same tokens, nats
     logprob_gap_mean: float | None = None
     logprob_gap_max: float | None = None
@@ -166,6 +167,7 @@ class UpdateFacts:
     kl_old: float | None
     clip_share: float | None
     advantage_abs_mean: float | None
+    router_balance: float | None
     logprob_gap_mean: float | None
     logprob_gap_max: float | None
     logprob_gap_share: float | None
@@ -244,6 +246,7 @@ def update_facts(updates: Sequence[StepStats], lr: float) -> UpdateFacts:
         kl_old=_mean(updates, "kl_old"),
         clip_share=_mean(updates, "clipped"),
         advantage_abs_mean=_mean(updates, "advantage_abs"),
+        router_balance=_mean(updates, "router_balance"),
         logprob_gap_mean=_mean(updates, "logprob_gap"),
         logprob_gap_max=gap.max if gap.count else None,
         logprob_gap_share=_mean(updates, "logprob_gap_high"),

@@ -150,7 +150,7 @@ def trace(mode: FakeTensorMode, scorer: Scorer, batch: Batch, device: torch.devi
         if not any(parameter.requires_grad for parameter in scorer.parameters()):
             return Trace([], score)
         live.mark("forward", EDGE)
-        logprobs, entropy = scorer(micro, True)
+        logprobs, entropy, _ = scorer(micro, True)
         total = logprobs.sum() + entropy.sum()
         live.mark("backward", HEAD)
         del logprobs, entropy

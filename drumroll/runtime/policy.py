@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from drumroll.algorithms.loss import balanced
 from drumroll.algorithms.schedule import learning_rate
 from drumroll.checkpoint.driver import DriverState
 from drumroll.checkpoint.store import CannotWrite, Checkpoint, CheckpointStore
@@ -58,6 +60,8 @@ class Policy:
     def step(self, samples: Sequence[TrainSample], loss: LossFn) -> StepStats:
         """One optimizer step on `samples`. Raises RunError after `optim.max_skips` non-finite steps in a row."""
         packed = self._pack(samples)
+        if self._config.train.router_aux_coef:
+            loss = partial(balanced, loss=loss, coef=self._config.train.router_aux_coef)
         rate = self.next_learning_rate
         total = denominators(samples)
         reports = self._ranks.scatter(Worker.train, [(self._pick(samples, micros), loss, total, rate) for micros in packed])

@@ -263,6 +263,7 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
         checkpointing=config.model.checkpointing,
         compile=config.model.compile,
         tile_mlp=config.model.tile_mlp,
+        balance=config.train.router_aux_coef > 0,
         trust_remote_code=config.model.trust_remote_code,
     )
 

@@ -45,7 +45,7 @@ def test_every_parameter_and_buffer_equals_the_reference(folders: dict[str, Path
 @pytest.mark.parametrize("name", BUFFERS)
 def test_logprobs_equal_transformers(folders: dict[str, Path], name: str) -> None:
     batch = models.samples()
-    logprobs, entropy = models.scorer(folders[name])(collate(batch), True)
+    logprobs, entropy, _ = models.scorer(folders[name])(collate(batch), True)
     torch.testing.assert_close(logprobs, models.alone(models.reference(folders[name]), batch), rtol=0, atol=1e-5)
     assert entropy is not None
     assert ((entropy > 0) & (entropy <= torch.tensor(models.VOCAB).log() + 1e-5)).all()
@@ -123,7 +123,7 @@ def test_dropout_is_off_whatever_mode_is_asked_for(folders: dict[str, Path]) -> 
 def test_lower_compute_dtype_equals_a_model_cast_as_a_whole(folders: dict[str, Path], name: str) -> None:
     batch = models.samples((9, 9))
     scorer, whole = models.scorer(folders[name], compute_dtype=torch.bfloat16), Auto.from_pretrained(folders[name], dtype=torch.bfloat16)
-    logprobs, _ = scorer(collate(batch))
+    logprobs, *_ = scorer(collate(batch))
     ids = torch.stack([torch.from_numpy(sample.token_ids) for sample in batch])[:, :-1]
     expected = _targets(whole(input_ids=ids, use_cache=False).logits, batch)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)  # a RoPE buffer cast with the rest would be 1e-3 off
@@ -148,7 +148,7 @@ def test_checkpointing_changes_no_bit_of_outputs_or_gradients(
     micro = collate(models.samples())
     plain, saving = (models.scorer(folders[name], compute_dtype=dtype, checkpointing=how) for how in ("none", checkpointing))
     for scorer in (plain, saving):
-        logprobs, entropy = scorer(micro, True)
+        logprobs, entropy, _ = scorer(micro, True)
         (logprobs.sum() + entropy.sum()).backward()
         scorer.outputs = logprobs.detach()
     assert torch.equal(plain.outputs, saving.outputs)
@@ -168,7 +168,7 @@ def test_checkpointing_keeps_fewer_activations_and_reaches_parameters_behind_fro
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            logprobs, _ = scorer(micro)
+            logprobs, *_ = scorer(micro)
         logprobs.sum().backward()
         kept[how] = sum(saved)
         for name, parameter in scorer.named_parameters():
@@ -182,7 +182,7 @@ def test_a_compiled_block_computes_the_same(folders: dict[str, Path]) -> None:
     found = []
     for compiled in (False, True):
         scorer = models.scorer(folders["llama"], compile=compiled, checkpointing="full")
-        logprobs, entropy = scorer(micro, True)
+        logprobs, entropy, _ = scorer(micro, True)
         (logprobs.sum() + entropy.sum()).backward()
         found.append((logprobs.detach(), {name: parameter.grad for name, parameter in scorer.named_parameters()}))
     (plain, gradients), (compiled_logprobs, compiled_gradients) = found
@@ -203,7 +203,7 @@ def test_a_tiled_mlp_computes_the_same_and_keeps_less(folders: dict[str, Path], 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            logprobs, entropy = scorer(micro, True)
+            logprobs, entropy, _ = scorer(micro, True)
         (logprobs.sum() + entropy.sum()).backward()
         found.append((logprobs.detach(), {key: parameter.grad for key, parameter in scorer.named_parameters()}))
         kept.append(sum(saved))

@@ -56,7 +56,7 @@ def test_equals_each_sample_alone_and_changing_one_leaves_others(folder: Path, l
     """Failure case 27: another sample's tokens change nothing, not one bit; alone through transformers it is the same within 1e-5."""
     scorer = models.scorer(folder, layout=layout, attention=attention, checkpointing=checkpointing)
     batch = models.samples((6, 5, 9))
-    logprobs, _ = scorer(collate(batch))
+    logprobs, *_ = scorer(collate(batch))
     expected = models.alone(models.reference(folder, attention), batch)
     assert expected.std() > 0.3  # far from uniform: a leak or a wrong position would show
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
@@ -64,7 +64,7 @@ def test_equals_each_sample_alone_and_changing_one_leaves_others(folder: Path, l
     for place in range(6):
         changed = TrainSample(batch[0].token_ids.copy(), batch[0].target_mask)
         changed.token_ids[place] = (changed.token_ids[place] + 7) % models.VOCAB
-        other, _ = scorer(collate([changed, *batch[1:]]))
+        other, *_ = scorer(collate([changed, *batch[1:]]))
         assert torch.equal(other[first:], logprobs[first:])
         assert not torch.equal(other[:first], logprobs[:first])
 
@@ -74,16 +74,16 @@ def test_padding_width_changes_nothing(folder: Path, layout: str) -> None:
     """Failure case 19: unpadded and padded by 5 or 30 agree below 1e-5, for absolute and rotary positions."""
     scorer = models.scorer(folder, layout=layout)
     [sample] = models.samples((8,))
-    alone, _ = scorer(collate([sample]))
+    alone, *_ = scorer(collate([sample]))
     for longer in (13, 38):
-        beside, _ = scorer(collate([sample, *models.samples((longer,), seed=1)]))
+        beside, *_ = scorer(collate([sample, *models.samples((longer,), seed=1)]))
         torch.testing.assert_close(beside[: sample.n_targets], alone, rtol=0, atol=1e-5)
 
 
 def test_a_token_equal_to_the_padding_or_the_end_counts_like_any_other(folder: Path) -> None:
     """Failure case 20: what is real is known by length, never by id."""
     batch = [_sample([0, 2, 0, 2], [1, 2, 3]), _sample([5, 6, 7, 8, 9, 2], [4, 5])]
-    logprobs, _ = models.scorer(folder)(collate(batch))
+    logprobs, *_ = models.scorer(folder)(collate(batch))
     torch.testing.assert_close(logprobs, models.alone(models.reference(folder), batch), rtol=0, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_a_token_equal_to_the_padding_or_the_end_counts_like_any_other(folder: P
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_fill_in_touches_every_parameter_with_zero_gradient(folder: Path, batch: list[TrainSample], checkpointing: str) -> None:
     scorer = models.scorer(folder, checkpointing=checkpointing)
-    logprobs, entropy = scorer(collate(batch), True)
+    logprobs, entropy, _ = scorer(collate(batch), True)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     for name, parameter in scorer.named_parameters():
