@@ -256,7 +256,8 @@ class Subjected:
 
     def rows(self) -> list[CheckRow]:
         """What was counted; zero everywhere but in what is only measured."""
-        tally, where = self.tally, {"backend": self.subject.backend, "options": self.subject.options, "ranks": RANKS}
+        tally = self.tally
+        where: dict[str, Any] = {"backend": self.subject.backend, "options": self.subject.options, "ranks": RANKS}
         moments = [moment for moment in (*STAGES, "any moment") if tally.moments[moment]]
         return [
             *(measured(f"kills of {target}", count, **where) for target, count in sorted(tally.kills.items())),
