@@ -174,7 +174,7 @@ class Subjected:
         self._straight = folder / f"{subject.name}-straight"
         self._scratch = folder / f"{subject.name}-scratch"
         self._scratch.mkdir()
-        self._seconds = 0.0  # of the run that was never killed
+        self._starting = self._training = 0.0  # seconds of the run that was never killed
 
     def _run_straight(self) -> None:
         started = time.monotonic()
@@ -182,14 +182,16 @@ class Subjected:
         run_until(attempt, None, 0.0, None, 0)
         if attempt.process.returncode != 0:
             sys.exit(f"{self.subject.name}: the run that nothing is done to fails:\n{attempt.text()}")
-        self._seconds = time.monotonic() - started
+        steps = read_steps(self._straight)
+        self._training = steps[-1].time - steps[0].time
+        self._starting = time.monotonic() - started - self._training
 
     def _plan(self, run_dir: Path, restarts: int = 0) -> Plan:
         return Plan(str(self._recipe), (f"run_dir={run_dir}", f"runtime.max_restarts={restarts}"))
 
     def run(self, wanted: int) -> int:
         """One run, killed at most `wanted` times; returns how often it was."""
-        if not self._seconds:
+        if not self._training:
             self._run_straight()
         self.tally.runs += 1
         run_dir = self._folder / f"{self.subject.name}-{self.tally.runs}"
@@ -224,7 +226,7 @@ class Subjected:
             return attempt, marker.stat().st_mtime - time.time() + time.monotonic() if marker.is_file() else None
         attempt = Attempt(plan, self._scratch)
         early = chance.random() < 0.3  # while processes start
-        seconds, training = (self._seconds, None) if early else (self._seconds / 3, run_dir / "metrics.jsonl")
+        seconds, training = (self._starting, None) if early else (self._training, run_dir / "metrics.jsonl")
         killed = run_until(attempt, target, moment * seconds, training, index)
         if killed is not None:
             self.tally.moments["any moment"] += 1

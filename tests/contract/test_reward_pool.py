@@ -66,6 +66,20 @@ def obey(rollout: Rollout, prompt: Any) -> float | None:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
             Path(pid_file).write_text(str(child.pid))
             time.sleep(1000)
+        case ["fork", pid_file]:  # a child, and a child of it
+            os.fork()
+            os.fork()
+            with Path(pid_file).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(1000)
+        case ["flood"]:
+            for _ in range(1 << 10):
+                print("x" * (1 << 10), flush=True)
+            time.sleep(1000)
+        case ["read"]:
+            return float(len(input()))  # there is nothing to read
+        case ["quit"]:
+            sys.exit(0)
         case ["die"]:
             os.kill(os.getpid(), signal.SIGKILL)
         case ["exit"]:
@@ -173,6 +187,26 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # not our child: init reaps it when it likes
     except psutil.NoSuchProcess:
         return False
+
+
+def test_case_66_twenty_time_outs_leave_nothing(tmp_path: Path) -> None:
+    """Loops, forks and floods of output end with their limit; reads of input and exits fail at once. No zombie, no survivor."""
+    forked = tmp_path / "pids"
+    with RewardSet([RewardConfig(fn=f"{HERE}:obey", timeout_s=0.5)], workers=2) as rewards:
+        warm(rewards)
+        held: list[int] = []
+        for _ in range(5):
+            batch = groups(("", f"fork {forked}"), ("", "spin"), ("", "flood"), ("", "sleep"), ("", "read"), ("", "quit"), ("", "go"))
+            counts = rewards.score(batch).functions[f"{HERE}:obey"]
+            assert (counts.timed_out, counts.failed, counts.verdicts) == (4, 2, 1)
+            assert rewards_of(batch) == [*[None] * 6, 1.0]
+            held.append(psutil.Process().memory_info().rss)
+        below = psutil.Process().children(recursive=True)
+        assert sorted(process.pid for process in below) == sorted(rewards.pids)  # a zombie would be one of them
+        started = [int(pid) for pid in forked.read_text().split()]
+        assert len(started) == 5 * 4
+        assert [pid for pid in started if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE] == []
+        assert held[-1] - held[0] < 16 << 20
 
 
 def test_a_worker_that_dies_is_a_failure_of_its_call_alone() -> None:

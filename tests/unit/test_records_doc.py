@@ -10,7 +10,7 @@ import pytest
 
 from drumroll.observe import alarms
 from drumroll.observe.checks import CheckRow
-from drumroll.observe.metrics import DigestRecord, EvalRecord, RolloutRecord, StepRecord
+from drumroll.observe.metrics import DigestRecord, EvalRecord, EventRecord, RolloutRecord, StepRecord
 from drumroll.observe.summary import Summary
 
 DOC = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
@@ -29,6 +29,7 @@ def documented(section: str) -> list[str]:
         ("evals.jsonl", EvalRecord),
         ("rollouts.jsonl", RolloutRecord),
         ("digests.jsonl", DigestRecord),
+        ("events.jsonl", EventRecord),
         ("summary.json", Summary),
         ("Check rows", CheckRow),
     ],
