@@ -61,6 +61,8 @@ def test_a_run_leaves_complete_records(runs: dict[tuple[str, int], Path]) -> Non
     assert summary["weight_pushes"] == summary["digests_matched"] == 4  # one before the first step, one after each
     assert summary["logprob_gap_mean"] < 1e-5
     assert len(summary["peak_bytes_per_rank"]) == 2
+    assert max(summary["state_bytes_per_rank"]) == pytest.approx(summary["predicted_state_bytes_per_rank"], rel=0.05)
+    assert summary["process_bytes"] < summary["predicted_peak_bytes_per_rank"]
     rollouts = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert sum(r["phase"] == "train" for r in rollouts) == 3 * 8 * 4
     assert sum(r["phase"] == "eval" for r in rollouts) == 2 * 16  # before and after
