@@ -20,9 +20,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import common
 import kills
@@ -35,10 +36,13 @@ from drumroll.observe.run import read_rollouts, read_run, read_steps
 from drumroll.pipelines import resume
 
 RANKS, STEPS, EVERY = 2, 16, 2
+ANY = "any moment"
 _KILLS_A_RUN = 5
 _RUN_S = 120.0  # a run that takes longer hangs
 _GONE_S = 15.0  # how long processes may take to end
 _POLL_S = 0.05
+
+T = TypeVar("T")
 
 _REWARD = '''import random
 
@@ -76,7 +80,7 @@ class Tally:
     """What was seen of one subject."""
 
     kills: Counter[str] = field(default_factory=Counter)  # by target
-    moments: Counter[str] = field(default_factory=Counter)  # stage, or "any moment"
+    moments: Counter[str] = field(default_factory=Counter)  # stage, or ANY
     runs: int = 0
     lost: int = 0  # most steps done again after one kill
     beyond: int = 0  # most of them beyond the interval
@@ -112,6 +116,20 @@ def recipe(subject: Subject, folder: Path) -> Path:
     file = folder / f"{subject.name}.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
+
+
+@dataclass(slots=True)
+class Deck(Generic[T]):
+    """Cards in random order, each once before any comes again: what is rare gets its turn."""
+
+    cards: Sequence[T]
+    chance: random.Random
+    _left: list[T] = field(default_factory=list)
+
+    def draw(self) -> T:
+        if not self._left:
+            self._left = self.chance.sample(self.cards, len(self.cards))
+        return self._left.pop()
 
 
 class Attempt:
@@ -167,9 +185,9 @@ def run_until(attempt: Attempt, target: Target | None, moment: float, training: 
 class Subjected:
     """A subject, its run that was never killed, and the runs that are."""
 
-    def __init__(self, subject: Subject, folder: Path, chance: random.Random) -> None:
+    def __init__(self, subject: Subject, folder: Path, chance: random.Random, whom: Deck[tuple[Target, int]], when: Deck[str]) -> None:
         self.subject, self.tally = subject, Tally()
-        self._folder, self._chance = folder, chance
+        self._folder, self._chance, self._whom, self._when = folder, chance, whom, when
         self._recipe = recipe(subject, folder)
         self._straight = folder / f"{subject.name}-straight"
         self._scratch = folder / f"{subject.name}-scratch"
@@ -197,8 +215,7 @@ class Subjected:
         run_dir = self._folder / f"{self.subject.name}-{self.tally.runs}"
         done = 0
         while True:
-            target: Target | None = self._chance.choice(("rank", "driver", "everything")) if done < min(wanted, _KILLS_A_RUN) else None
-            restarts = int(target == "rank" and self._chance.random() < 0.5)
+            target, restarts = self._whom.draw() if done < min(wanted, _KILLS_A_RUN) else (None, 0)
             attempt, killed = self._attempt(run_dir, target, restarts)
             done += killed is not None
             ended = attempt.process.returncode == 0
@@ -216,8 +233,8 @@ class Subjected:
         chance, plan, marker = self._chance, self._plan(run_dir, restarts), self._scratch / "done"
         marker.unlink(missing_ok=True)
         index, moment = chance.randrange(RANKS), chance.random()
-        if target is not None and chance.random() < 0.5:
-            stage = chance.choice(STAGES)
+        stage = self._when.draw() if target is not None else ANY
+        if stage != ANY:
             step = min(STEPS, newest(run_dir) + EVERY * chance.randint(1, 3))
             attempt = Attempt(replace(plan, target=target, stage=stage, step=step, done=str(marker)), self._scratch)
             run_until(attempt, None, 0.0, None, 0)
@@ -229,7 +246,7 @@ class Subjected:
         seconds, training = (self._starting, None) if early else (self._training, run_dir / "metrics.jsonl")
         killed = run_until(attempt, target, moment * seconds, training, index)
         if killed is not None:
-            self.tally.moments["any moment"] += 1
+            self.tally.moments[ANY] += 1
         return attempt, killed
 
     def _after(self, attempt: Attempt, run_dir: Path, target: Target | None, killed: float | None, restarts: int) -> None:
@@ -260,7 +277,7 @@ class Subjected:
         """What was counted; zero everywhere but in what is only measured."""
         tally = self.tally
         where: dict[str, Any] = {"backend": self.subject.backend, "options": self.subject.options, "ranks": RANKS}
-        moments = [moment for moment in (*STAGES, "any moment") if tally.moments[moment]]
+        moments = [moment for moment in (*STAGES, ANY) if tally.moments[moment]]
         return [
             *(measured(f"kills of {target}", count, **where) for target, count in sorted(tally.kills.items())),
             *(measured(f"kills at: {moment}", tally.moments[moment], **where) for moment in moments),
@@ -301,7 +318,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="drumroll-crash-") as name:
         folder = Path(name)
         (folder / "reward.py").write_text(_REWARD)
-        subjects = [Subjected(subject, folder, chance) for subject in SUBJECTS]
+        whom = Deck[tuple[Target, int]]((("rank", 0), ("rank", 1), ("driver", 0), ("everything", 0)), chance)
+        when = Deck((*STAGES, *[ANY] * len(STAGES)), chance)
+        subjects = [Subjected(subject, folder, chance, whom, when) for subject in SUBJECTS]
         while done < arguments.kills:
             subject = subjects[sum(one.tally.runs for one in subjects) % len(subjects)]
             done += subject.run(arguments.kills - done)
