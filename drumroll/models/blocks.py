@@ -82,7 +82,7 @@ def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     return made
 
 
-def tile_mlp(block: nn.Module, tokens: int) -> None:
+def tile_mlp(scorer: Casting, block: nn.Module, tokens: int) -> None:
     """Let the block's `mlp` work on at most `tokens` tokens at a time: its wide activations are made again in backward, tile by tile.
 
     Raises UserError for a block without a child of that name.
@@ -91,19 +91,30 @@ def tile_mlp(block: nn.Module, tokens: int) -> None:
     if "mlp" not in children:
         raise UserError(f"model.tile_mlp: {type(block).__name__} has no child `mlp`, only {', '.join(children)}; set model.tile_mlp=0")
     mlp = children["mlp"]
-    mlp.forward = partial(_tiled, mlp.forward, tokens)
+    plain = mlp.forward
+    holder = _Holder(mlp, plain)
 
+    def tile(hidden_1TH: torch.Tensor) -> torch.Tensor:
+        if not scorer.cast_parameters or scorer.compute_dtype == torch.float32:
+            made: torch.Tensor = _recomputed(plain, hidden_1TH)
+            return made
+        cast = dict(holder.named_parameters())  # when a tile is made again, the block has its own parameters back
+        made = _recomputed(functional_call, holder, cast, (hidden_1TH,))
+        return made
 
-def _tiled(plain: Callable[[torch.Tensor], torch.Tensor], tokens: int, hidden_BLH: torch.Tensor) -> torch.Tensor:
-    flat_TH = hidden_BLH.flatten(0, -2)
-    if len(flat_TH) <= tokens:
-        return plain(hidden_BLH)
-    run = partial(_recomputed, plain) if torch.is_grad_enabled() else plain
-    return torch.cat([run(tile_TH[None])[0] for tile_TH in flat_TH.split(tokens)]).view_as(hidden_BLH)
+    def forward(hidden_BLH: torch.Tensor) -> torch.Tensor:
+        flat_TH = hidden_BLH.flatten(0, -2)
+        if len(flat_TH) <= tokens:
+            whole: torch.Tensor = plain(hidden_BLH)
+            return whole
+        run = tile if torch.is_grad_enabled() else plain
+        return torch.cat([run(tile_TH[None])[0] for tile_TH in flat_TH.split(tokens)]).view_as(hidden_BLH)
+
+    mlp.forward = forward
 
 
 class _Holder(nn.Module):
-    """A block seen through its original forward, so that `functional_call` does not come back to the wrapped one."""
+    """A module seen through its original forward, so that `functional_call` does not come back to the wrapped one."""
 
     def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class Scorer(nn.Module):
         self.blocks = find_blocks(hf)
         for block in self.blocks:
             if spec.tile_mlp:
-                tile_mlp(block, spec.tile_mlp)
+                tile_mlp(self, block, spec.tile_mlp)
             block.forward = block_forward(self, block, spec.checkpointing, spec.compile)
         self.head.forward = _head_forward(self.head)  # type: ignore[method-assign]
 

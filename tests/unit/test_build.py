@@ -216,4 +216,17 @@ def test_a_tiled_mlp_computes_the_same_and_keeps_less(folders: dict[str, Path], 
 def test_a_block_without_an_mlp_cannot_be_tiled(folders: dict[str, Path]) -> None:
     block = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"model\.tile_mlp: Sequential has no child `mlp`, only 0"):
-        tile_mlp(block, 4)
+        tile_mlp(models.scorer(folders["llama"]), block, 4)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_tiles_are_made_again_with_the_parameters_that_computed_them(folders: dict[str, Path], checkpointing: str) -> None:
+    """Cast ones, in bfloat16: by the time of backward the block holds the stored ones again."""
+    micro, found = collate(models.samples()), []
+    for tokens in (0, 5):
+        scorer = models.scorer(folders["llama"], compute_dtype=torch.bfloat16, tile_mlp=tokens, checkpointing=checkpointing)
+        logprobs, *_ = scorer(micro)
+        logprobs.sum().backward()
+        found.append({key: parameter.grad for key, parameter in scorer.named_parameters()})
+    for key, gradient in found[0].items():
+        assert float((found[1][key] - gradient).norm() / gradient.norm()) < 0.05, key
