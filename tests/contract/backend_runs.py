@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from drumroll import plugins
 from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext, StepResult
 from drumroll.packing import collate, denominators
-from drumroll.types import Denominators, LossOutput, MicroBatch, Stat, TokenOutputs, TrainSample
+from drumroll.types import Denominators, LossFn, LossOutput, MicroBatch, Stat, TokenOutputs, TrainSample
 
 CPU = torch.device("cpu")
 LR = 3e-4
@@ -96,13 +96,13 @@ class Trained:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step
 
 
-def train(backend: Backend, plan: Plan, counts: Denominators, steps: int = 3) -> Trained:
+def train(backend: Backend, plan: Plan, counts: Denominators, steps: int = 3, loss: LossFn = loss_fn) -> Trained:
     micros = [collate(samples) for samples in plan]
     trained = Trained(logprobs=[backend.logprobs(micro).logprobs.clone() for micro in micros])
     for step in range(steps):
         share = 0.0
         for index, micro in enumerate(micros):
-            stats = backend.forward_backward(micro, loss_fn, counts, last=index == len(micros) - 1)
+            stats = backend.forward_backward(micro, loss, counts, last=index == len(micros) - 1)
             share += stats["loss"].sum
             trained.entropy = trained.entropy.merge(stats["entropy"]) if step == 0 else trained.entropy
         trained.losses.append(share)
