@@ -95,11 +95,11 @@ def tile_mlp(scorer: Casting, block: nn.Module, tokens: int) -> None:
     holder = _Holder(mlp, plain)
 
     def tile(hidden_1TH: torch.Tensor) -> torch.Tensor:
-        if not scorer.cast_parameters or scorer.compute_dtype == torch.float32:
-            made: torch.Tensor = _recomputed(plain, hidden_1TH)
-            return made
-        cast = dict(holder.named_parameters())  # when a tile is made again, the block has its own parameters back
-        made = _recomputed(functional_call, holder, cast, (hidden_1TH,))
+        if scorer.cast_parameters and scorer.compute_dtype != torch.float32:
+            cast = dict(holder.named_parameters())  # when a tile is made again, the block has its own parameters back
+            made: torch.Tensor = _recomputed(functional_call, holder, cast, (hidden_1TH,))
+        else:
+            made = _recomputed(plain, hidden_1TH)
         return made
 
     def forward(hidden_BLH: torch.Tensor) -> torch.Tensor:
