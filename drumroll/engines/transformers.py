@@ -27,6 +27,7 @@ from drumroll.engines.slot_loop import SlotLoop
 from drumroll.engines.weights import load_in_place, parameter_digests, refuse_not_finite, stored_bytes, vocabulary_of
 from drumroll.errors import RunError, UserError
 from drumroll.models import lora
+from drumroll.models.experts import choose_kernel
 from drumroll.models.scorer import find_blocks
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,7 @@ def _load(spec: EngineSpec, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         spec.path, dtype=spec.dtype, attn_implementation=attention, trust_remote_code=spec.trust_remote_code
     )
+    choose_kernel(model, spec.dtype)
     torch.nn.Module.to(model, spec.device)
     model.eval().requires_grad_(False)
     return model

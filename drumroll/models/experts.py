@@ -1,4 +1,4 @@
-"""Mixtures of experts: how evenly a model's routers spread the tokens of each sequence over their experts.
+"""Mixtures of experts: how they are computed, and how evenly routers spread the tokens of each sequence over them.
 
 Axis suffixes: B rows, L tokens of a row, T = B * L, E experts, S samples of the micro-batch.
 """
@@ -18,15 +18,21 @@ from drumroll.errors import UserError
 ROUTER_OUTPUT = "output_router_logits"
 _FIELD = "router_logits"
 _TRAINED_WITH = "router_aux_loss_coef"
+_ALIGNMENT = 16  # bytes
 _BETWEEN = "grouped_mm_between_graphs"  # of the experts' computation, among those of transformers
 
 
-def keep_out_of_graphs(hf: PreTrainedModel) -> None:
-    """Have the grouped matmuls of experts called between the graphs of blocks that will be compiled.
+def choose_kernel(hf: PreTrainedModel, dtype: torch.dtype, compiled: bool = False) -> None:
+    """How experts are computed: by grouped matmuls, transformers' default and the fastest of its ways; expert by expert where they cannot.
 
-    Inductor takes them in bfloat16 only; of other dtypes transformers makes a loop that it cannot take either, and says so at length.
+    They take rows of a multiple of 16 bytes. In blocks that will be compiled they are called between graphs: inductor takes them in
+    bfloat16 only, and of other dtypes transformers makes a loop that it cannot take either, and says so at length.
     """
-    if hf.config._experts_implementation == "grouped_mm":
+    if hf.config._experts_implementation != "grouped_mm":
+        return
+    if any(size * dtype.itemsize % _ALIGNMENT for parameter in hf.parameters() if parameter.ndim == 3 for size in parameter.shape[1:]):
+        hf.set_experts_implementation("eager")
+    elif compiled:
         ExpertsInterface.register(_BETWEEN, torch.compiler.disable(grouped_mm_experts_forward))
         hf.set_experts_implementation(_BETWEEN)
 

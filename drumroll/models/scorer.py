@@ -51,8 +51,7 @@ class Scorer(nn.Module):
         self._balance = spec.balance
         if spec.balance:
             experts.check_routers(hf)
-        if spec.compile:
-            experts.keep_out_of_graphs(hf)
+        experts.choose_kernel(hf, spec.compute_dtype, spec.compile)
         self._sequence_group: dist.ProcessGroup | None = None
         self.blocks = find_blocks(hf)
         for block in self.blocks:

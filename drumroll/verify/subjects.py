@@ -1,19 +1,20 @@
-"""The models that a backend is verified on: four small ones made in code, or the user's own."""
+"""The models that a backend is verified on: five small ones made in code, or the user's own."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from drumroll.backends.base import ModelSpec
 from drumroll.models.build import build, parameter_names
+from drumroll.models.fused import file_tensors
 from drumroll.models.locate import locate
 
 # The vocabulary and the intermediate size divide by no usual number of ranks. Weights are wide enough for attention to matter, and dropout
@@ -30,6 +31,13 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "attention_dropout": 0.2,
     "attention_bias": True,
+}
+# 7 experts do not divide by the ranks either, and 2 a token leave some without any in a small batch.
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_FAMILIES: dict[str, Callable[[bool], PreTrainedConfig]] = {
+    "qwen3 experts": lambda tied: Qwen3MoeConfig(**_SIZES, **_EXPERTS, tie_word_embeddings=tied),
+    "llama": lambda tied: LlamaConfig(**_SIZES, tie_word_embeddings=tied),
+    "qwen3": lambda tied: Qwen3Config(**_SIZES, tie_word_embeddings=tied),
 }
 
 
@@ -51,13 +59,11 @@ class Subject:
 
 
 def builtin(folder: Path) -> list[Subject]:
-    """Write two families, untied and tied, below `folder`: always the same weights."""
+    """Write a mixture of experts, and two families, untied and tied, below `folder`: always the same weights."""
     made = []
-    for family in ("llama", "qwen3"):
-        for tied in (False, True):
-            name = f"{family} tied" if tied else family
-            _write(folder / name.replace(" ", "-"), family, tied)
-            made.append(describe(name, folder / name.replace(" ", "-")))
+    for name in ("qwen3 experts", "llama", "llama tied", "qwen3", "qwen3 tied"):
+        _write(folder / name.replace(" ", "-"), _FAMILIES[name.removesuffix(" tied")](name.endswith(" tied")))
+        made.append(describe(name, folder / name.replace(" ", "-")))
     return made
 
 
@@ -82,17 +88,18 @@ def describe(name: str, folder: Path) -> Subject:
     )
 
 
-def _write(folder: Path, family: str, tied: bool) -> None:
-    fields = {**_SIZES, "tie_word_embeddings": tied}
+def _write(folder: Path, config: PreTrainedConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = LlamaForCausalLM(LlamaConfig(**fields)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**fields))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms all one and biases all zero would hide that they were not loaded
                     parameter.add_(0.1 * torch.randn_like(parameter))
     folder.mkdir(parents=True)
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}  # each tied weight once
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}  # each tied weight once
+    apart = file_tensors(model, {name: tensor.shape for name, tensor in named.items()})
+    tensors = {part.name: part.of(named[name]).clone() for name, parts in apart.items() for part in parts}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

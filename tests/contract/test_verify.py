@@ -56,7 +56,7 @@ def test_a_right_backend_from_outside_passes(tmp_path: Path) -> None:
     assert [cell.ranks for cell in cells] == [2, 1, 2, 2, 2]
     assert "this backend has AdamW" in cells[-1].refusals[0]
     whole = cells[0].rows
-    assert {row.options["model"] for row in whole} == {"llama", "llama tied", "qwen3", "qwen3 tied"}
+    assert {row.options["model"] for row in whole} == {"qwen3 experts", "llama", "llama tied", "qwen3", "qwen3 tied"}
     show(Console(file=shown, width=100), cells, "plain", 1.0)
     for check in ("log-probs", "entropy", "loss", "gradients", "gradient norm", "parameters after 3 steps"):
         of_check = [row for row in whole if row.check == check]

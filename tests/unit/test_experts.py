@@ -1,4 +1,4 @@
-"""How evenly routers use their experts, against transformers one sample at a time; its loss; the option."""
+"""How experts are computed; how evenly routers use them, against transformers one sample at a time; the loss that weighs it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import one_hot
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM as Auto
+from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from drumroll.algorithms.loss import balanced, sft_loss
 from drumroll.backends.base import ModelSpec
+from drumroll.engines.base import EngineSpec, GenerateRequest, SamplingParams
+from drumroll.engines.transformers import Config as EngineConfig
+from drumroll.engines.transformers import TransformersEngine
 from drumroll.errors import RunError, UserError
 from drumroll.models.build import build
+from drumroll.models.builtin import tokenizer
 from drumroll.models.experts import balance
 from drumroll.models.layout import lay_out, owners
 from drumroll.packing import collate, denominators
@@ -71,6 +76,28 @@ def test_compiled_blocks_give_it_too(folders: dict[str, Path]) -> None:
     plain, compiled = (models.scorer(folders["qwen3-moe"], balance=True, compile=how) for how in (False, True))
     found = [scorer(collate(batch))[2] for scorer in (plain, compiled)]
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "kernel"), [(24, torch.float32, "grouped_mm"), (22, torch.float32, "eager"), (12, torch.bfloat16, "eager")], ids=str
+)
+def test_sizes_that_grouped_matmuls_do_not_take(width: int, dtype: torch.dtype, kernel: str, tmp_path: Path) -> None:
+    """Rows of 88 or 24 bytes: computed expert by expert, in training and in the sampler, equal to transformers' own loop."""
+    config = Qwen3MoeConfig(**{**models.CONFIGS["qwen3-moe"].to_diff_dict(), "moe_intermediate_size": width})
+    torch.manual_seed(0)
+    Auto.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    scorer, batch = models.scorer(tmp_path, compute_dtype=dtype), models.samples()
+    assert scorer.hf.config._experts_implementation == kernel
+    logprobs, *_ = scorer(collate(batch))
+    logprobs.sum().backward()
+    if dtype == torch.float32:
+        loop = Auto.from_pretrained(tmp_path, experts_implementation="eager").eval()
+        torch.testing.assert_close(logprobs, models.alone(loop, batch), rtol=0, atol=1e-5)
+    engine = TransformersEngine(EngineConfig())
+    engine.start(EngineSpec(path=str(tmp_path), dtype=dtype, device=torch.device("cpu"), seed=0, max_length=32))
+    assert len(list(engine.generate([GenerateRequest(0, [1, 5], 2, SamplingParams(4))]))) == 2
+    engine.close()
 
 
 def test_bounds(folders: dict[str, Path]) -> None:
