@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from drumroll.config import Section
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.transformers import PLUGIN as Sound
 from drumroll.errors import UserError
@@ -24,7 +23,7 @@ from drumroll.types import Prompt, Rollout
 CALL = 3  # generate calls before the fault: step 3, or 2 with an evaluation
 
 
-class Config(Section):
+class Config(Sound.Config):  # type: ignore[misc,name-defined]  # a class that is found at run time
     how: Literal["raise", "exit", "kill", "lose", "hang", "memory", "user"]
     once: str = ""  # a file that is there once it has happened; none: it happens in every run
 
@@ -34,7 +33,7 @@ class FaultyEngine(Sound):
 
     def __init__(self, options: BaseModel) -> None:
         assert isinstance(options, Config)
-        super().__init__(Sound.Config())
+        super().__init__(options)
         self._faulty = options
         self._calls = 0
 

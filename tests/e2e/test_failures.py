@@ -231,7 +231,8 @@ def test_a_full_disk_leaves_what_was_saved_and_ends_the_run_or_not(on_error: str
         assert process.returncode == 0, output
         assert [event.kind for event in read_events(run_dir)] == ["checkpoint", "checkpoint"]
         assert "the checkpoint of step 4 could not be written, and --resume would go on after step 2" in output
-        assert [record.alarms for record in read_steps(run_dir)][-1] == ["checkpoint"]
+        if not async_save:  # in the background it may be heard of after the last step only
+            assert [record.alarms for record in read_steps(run_dir)][-2:] == [["checkpoint"]] * 2
         assert (run_dir / "model" / "model.safetensors").is_file()
     found = resume.find(config, None)
     assert found is not None and found.state.step == 2
