@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import dataclass, field, replace
@@ -78,6 +79,8 @@ def watch(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[Measur
         backend = runs.start(rank, ranks, case.name, case.options, spec, case.optim)
         found.append(measure(backend, case.batch, case.micros, spec.compute_dtype, runs.CPU))
         backend.close()
+        del backend
+        gc.collect()  # what is freed late would be counted with the next case
     return found
 
 
