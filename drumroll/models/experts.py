@@ -61,7 +61,7 @@ def balance(hf: PreTrainedModel, router_logits: Sequence[torch.Tensor], owner_T:
     chosen = int(hf.config.get_text_config().num_experts_per_tok)
     flat = [logits.flatten(0, -2) for logits in router_logits]
     layers = flat if len(flat[0]) == len(owner_T) else torch.cat(flat).unflatten(0, (-1, len(owner_T)))
-    tokens_S1 = torch.bincount(owner_T, minlength=samples + 1)[:samples, None].clamp(min=1)
+    tokens_S1 = _sums(torch.ones(len(owner_T), 1, device=owner_T.device), owner_T, samples).clamp(min=1)
     total_S = torch.zeros(samples, device=owner_T.device)
     for logits_TE in layers:
         p_TE = logits_TE.float().softmax(-1)

@@ -87,7 +87,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # a number read from a tensor that has no values
-        out = func(*args, **(kwargs or {}))
+        out = _grouped(*args, **(kwargs or {})) if func is torch.ops.aten._grouped_mm.default else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
@@ -105,6 +105,12 @@ class Live(TorchDispatchMode):
     def _drop(self, key: int, size: int) -> None:
         del self._seen[key]
         self.bytes -= size
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A grouped matmul of experts: torch knows its shapes for bfloat16 alone. [S, H] by [E, H, I], or in backward [I, S] by [S, H]."""
+    groups = offs.shape if left.ndim == right.ndim == 2 else ()
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
 def build_fake(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
@@ -150,10 +156,10 @@ def trace(mode: FakeTensorMode, scorer: Scorer, batch: Batch, device: torch.devi
         if not any(parameter.requires_grad for parameter in scorer.parameters()):
             return Trace([], score)
         live.mark("forward", EDGE)
-        logprobs, entropy, _ = scorer(micro, True)
-        total = logprobs.sum() + entropy.sum()
+        outputs = [output for output in scorer(micro, True) if output is not None]
+        total = torch.cat(outputs).sum()
         live.mark("backward", HEAD)
-        del logprobs, entropy
+        del outputs
         total.backward()
         return Trace(_with_all_targets(live.segments, scorer, missing), score)
 

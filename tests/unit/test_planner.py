@@ -126,7 +126,7 @@ def held_after_forward(folder: Path, batch: Batch, **spec: Any) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-tied", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied", "gemma3", "gpt2", "qwen3-moe", "mixtral"])
 def test_the_trace_keeps_what_autograd_keeps(name: str, tmp_path: Path) -> None:
     """Fake tensors against real ones, of several families: equal but for what lives outside of the graph (ids, outputs)."""
     folder = scorer_models.make(name, tmp_path)
