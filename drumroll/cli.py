@@ -181,9 +181,9 @@ def export(
     """Write the model of a checkpoint as a Hugging Face folder, and check it against the live model."""
     from drumroll.pipelines import export as pipeline
 
-    if dtype not in pipeline.GAPS:
-        raise UserError(f"--dtype {dtype}: expected {' or '.join(pipeline.GAPS)}")
-    target = pipeline.Target(dtype=dtype, adapter=adapter, shard_bytes=int(shard_gib * 2**30))
+    if dtype not in pipeline.DTYPES:
+        raise UserError(f"--dtype {dtype}: expected {' or '.join(pipeline.DTYPES)}")
+    target = pipeline.Target(dtype=pipeline.DTYPES[dtype], adapter=adapter, shard_bytes=int(shard_gib * 2**30))
     pipeline.export(run, out, overrides or [], target)
 
 

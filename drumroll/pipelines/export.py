@@ -1,8 +1,8 @@
 """Write the model of a checkpoint as a HF folder, or its adapters for PEFT, and hold it against the model that was loaded.
 
 The run's own ranks hold the model, as its backend shards it; they gather it bucket by bucket and rank 0 writes: no rank holds it whole.
-The check does: it loads what was written with plain transformers. A model that does not fit into half of the free memory is not checked,
-and that is said.
+The check does: it loads what was written with plain transformers. A model whose files are more than a quarter of the free memory is not
+checked, and that is said.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from drumroll.errors import RunError, UserError
 from drumroll.models import lora
 from drumroll.observe.run import CONFIG_FILE
 from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
-from drumroll.runtime.local import launch
+from drumroll.runtime.local import launch, resolve_device
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
-from drumroll.runtime.worker import Worker, WorkerSpec
+from drumroll.runtime.worker import Worker, WorkerSpec, model_spec
 from drumroll.types import TrainSample
 
 # Largest difference of a log-prob between the live model and what was written, in nats: rounding of matmuls in fp32, of weights in bf16.
-GAPS = {"float32": 1e-4, "bfloat16": 0.25}
+GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES, _PROBE_TOKENS = 4, 24
 
 
@@ -45,7 +46,7 @@ _PROBES, _PROBE_TOKENS = 4, 24
 class Target:
     """What to write."""
 
-    dtype: str = "float32"
+    dtype: torch.dtype = torch.float32
     adapter: bool = False
     shard_bytes: int = 4 << 30
 
@@ -68,18 +69,20 @@ def export(run: str, out: Path, overrides: Sequence[str], target: Target) -> Non
         policy.restore(checkpoint, checkpoint.state(), generators=False)
         if target.adapter:
             policy.export_adapter(out)
+            told = check(source, policy, config, adapter=out)
         else:
-            policy.export(out, getattr(torch, target.dtype), target.shard_bytes)
-        told = check(out, source, policy, config, target)
+            policy.export(out, target.dtype, target.shard_bytes)
+            told = check(out, policy, config, target.dtype)
     Console().print(f"{checkpoint.path} -> {out} ({told})", markup=False, highlight=False, soft_wrap=True)
 
 
-def check(out: Path, source: Path, policy: Policy, config: RunConfig, target: Target) -> str:
-    """Load `out` with plain transformers (and PEFT) and compare log-probs with the live policy's; in words, what was found.
+def check(
+    folder: Path, policy: Policy, config: RunConfig, dtype: torch.dtype = torch.float32, adapter: Path | None = None
+) -> str:
+    """Load a folder with plain transformers (`adapter`: under this PEFT folder) and compare log-probs with the live policy's; in words.
 
-    Raises RunError when keys are missing or unexpected, or a log-prob is too far off.
+    `dtype`: of the weights written. Raises RunError when keys are missing or unexpected, or a log-prob is too far off.
     """
-    folder = source if target.adapter else out
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 4 * size > free:
@@ -87,12 +90,15 @@ def check(out: Path, source: Path, policy: Policy, config: RunConfig, target: Ta
     probes = _probes(json.loads((folder / "config.json").read_text()))
     temperature = config.rollout.temperature if config.pipeline == "rl" else 1.0
     live = policy.logprobs("policy", probes)
-    written = _logprobs(_load(folder, out if target.adapter else None, config.model.trust_remote_code), probes, temperature)
+    written = _logprobs(_load(folder, adapter, config.model.trust_remote_code), probes, temperature)
     gap = max(float(np.abs(mine - theirs).max()) for mine, theirs in zip(written, live, strict=True))
-    low = "bfloat16" in (target.dtype, config.model.dtype) or (config.model.lora is not None and config.model.lora.base_dtype == "bfloat16")
-    bound = GAPS["bfloat16" if low else "float32"]
+    live_spec = model_spec(config, folder, torch.device(resolve_device(config.runtime.device, config.runtime.ranks)))
+    low = live_spec.compute_dtype is torch.bfloat16 or (live_spec.lora is not None and live_spec.lora.base_dtype is torch.bfloat16)
+    bound = GAPS[torch.bfloat16 if low else dtype]
     if not gap <= bound:
-        raise RunError(f"{out}: loaded with transformers, its log-probs are {gap:.2g} off the live model's, expected at most {bound:g}")
+        raise RunError(
+            f"{adapter or folder}: loaded with transformers, its log-probs are {gap:.2g} off the live model's, expected at most {bound:g}"
+        )
     return f"loaded with transformers, log-probs within {gap:.1e} of the live model's"
 
 

@@ -33,7 +33,7 @@ from drumroll.observe.run import CONFIG_FILE, STACKS_FILE, SUMMARY_FILE, TENSORB
 from drumroll.observe.sinks import TensorBoardSink, scalars
 from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
-from drumroll.pipelines.export import Target, check
+from drumroll.pipelines.export import check
 from drumroll.pipelines.resume import START_FILE, Resumed, store_of
 from drumroll.pipelines.room import check_room
 from drumroll.pipelines.saving import Boundary, Saver
@@ -230,7 +230,7 @@ class Session:
         self.measure(policy)
         model = self.run_dir / MODEL_DIR
         policy.export(model)
-        self.recorder.note(f"model {model} ({check(model, model, policy, self.config, Target())})")
+        self.recorder.note(f"model {model} ({check(model, policy, self.config)})")
         if self.config.model.lora is not None:
             policy.export_adapter(self.run_dir / ADAPTER_DIR)
             self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")

@@ -78,13 +78,22 @@ def test_what_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
 
 
 class LivePolicy:
-    """Log-probs of the model that the run left."""
+    """Log-probs of the model that the run left, `off` by as much as a lower compute dtype may be."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, off: float = 0.0) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.off = off
 
     def logprobs(self, role: str, samples: Any) -> list[np.ndarray]:
-        return export._logprobs(self.model, samples, 1.0)
+        return [scores + self.off for scores in export._logprobs(self.model, samples, 1.0)]
+
+
+def test_a_live_model_that_computes_in_bfloat16_may_be_further_off(run_dir: Path) -> None:
+    policy: Any = LivePolicy(run_dir / "model", off=0.05)
+    config = configs.load(run_dir / "config.yaml", ["model.dtype=bfloat16"])
+    assert "log-probs within 5.0e-02" in export.check(run_dir / "model", policy, config)
+    with pytest.raises(RunError, match=r"expected at most 0\.0001"):
+        export.check(run_dir / "model", policy, configs.load(run_dir / "config.yaml"))
 
 
 @pytest.mark.parametrize("fault", ["a norm scaled", "a tensor missing"])
@@ -100,4 +109,4 @@ def test_a_folder_that_is_not_the_live_model_is_found_out(run_dir: Path, tmp_pat
     config = configs.load(run_dir / "config.yaml")
     expected = "expected at most 0.0001" if fault == "a norm scaled" else r"missing_keys.*up_proj"
     with pytest.raises(RunError, match=expected):
-        export.check(out, out, LivePolicy(run_dir / "model"), config, export.Target())  # type: ignore[arg-type]
+        export.check(out, LivePolicy(run_dir / "model"), config)  # type: ignore[arg-type]
