@@ -144,10 +144,10 @@ def case_folder(case: Case, out: Path) -> Path:
     folder = shutil.copytree(locate(MODEL), out / case.name)
     if not case.stops:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.add_special_tokens({"eos_token": "<never>"})
+        tokenizer.eos_token = None
         tokenizer.save_pretrained(folder)
         generation = GenerationConfig.from_pretrained(folder)
-        generation.eos_token_id = tokenizer.eos_token_id
+        generation.eos_token_id = len(tokenizer)
         generation.save_pretrained(folder)
     return Path(folder)
 

@@ -87,6 +87,8 @@ def main() -> None:
     channel.ready()
     spec = channel.spec
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    if tokenizer.eos_token is None:  # the trainer wants one: the next id, which the model has no logit for
+        tokenizer.add_special_tokens({"eos_token": "<never>"})
     turns = Turns()
     samples, micro = spec["prompts_per_step"] * spec["group_size"], spec["trl_rows"]
     with tempfile.TemporaryDirectory() as out:

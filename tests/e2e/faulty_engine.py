@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
@@ -59,7 +60,8 @@ class FaultyEngine(Sound):
             case "hang":
                 time.sleep(600)
             case "memory":
-                resource.setrlimit(resource.RLIMIT_AS, (1 << 30, -1))
+                room = 256 << 20  # beyond what is mapped: without it the loader aborts before torch can say a word
+                resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, -1))
                 torch.zeros(1 << 32)
         return iter(())
 
