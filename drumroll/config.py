@@ -88,6 +88,7 @@ class ModelConfig(Section):
     attention: str = Field("sdpa", description="transformers' attn_implementation")
     checkpointing: Literal["none", "full", "offload", "selective"] = Field("none", description="activations kept for backward: all; each block's input; the same in host memory; the results of matmuls and attention")
     compile: bool = Field(False, description="torch.compile of every transformer block")
+    share_prompts: bool = Field(True, description="a prompt that samples of a micro-batch have in common is computed once; it needs rows, attention: sdpa and a model whose every layer is full attention, and is without effect elsewhere")
     tile_mlp: int = Field(0, ge=0, description="tokens that a block's MLP works on at a time, for long sequences; 0: all")
     trust_remote_code: bool = False
 

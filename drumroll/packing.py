@@ -90,11 +90,22 @@ def collate(samples: Sequence[TrainSample], device: torch.device | str = "cpu") 
         lengths=lengths,
         target_positions=_tensor(positions, np.int64, device),
         target_lengths=torch.tensor([len(p) for p in positions], dtype=torch.int64, device=device),
+        prompts=_prompts(samples),
         advantages=_per_target([sample.advantages for sample in samples], positions, "advantages", device),
         engine_logprobs=_per_target([sample.engine_logprobs for sample in samples], positions, "engine_logprobs", device),
         old_logprobs=_per_target([sample.old_logprobs for sample in samples], positions, "old_logprobs", device),
         ref_logprobs=_per_target([sample.ref_logprobs for sample in samples], positions, "ref_logprobs", device),
     )
+
+
+def _prompts(samples: Sequence[TrainSample]) -> list[tuple[int, int]]:
+    """See `MicroBatch.prompts`; a sample without a target has no prompt."""
+    owners: dict[bytes, int] = {}
+    found = []
+    for index, sample in enumerate(samples):
+        length = int(sample.target_mask.argmax()) if sample.n_targets else 0
+        found.append((length, owners.setdefault(sample.token_ids[:length].tobytes(), index)))
+    return found
 
 
 def _cut(tokens: np.ndarray, ranks: int, cap: int) -> list[tuple[int, int]]:

@@ -88,6 +88,7 @@ class MicroBatch:
     lengths: list[int]  # [S] tokens of each sample
     target_positions: torch.Tensor  # int64 [N]: index into token_ids of each predicted token (never a first token)
     target_lengths: torch.Tensor  # int64 [S]: targets of each sample; sums to N
+    prompts: list[tuple[int, int]] | None = None  # [S]: tokens before a sample's first target, and the first sample that has the same
     advantages: torch.Tensor | None = None  # float32 [N]
     engine_logprobs: torch.Tensor | None = None  # float32 [N]
     old_logprobs: torch.Tensor | None = None  # float32 [N]

@@ -80,6 +80,7 @@ class ModelSpec:
     attention: str = "sdpa"  # transformers' attn_implementation
     checkpointing: Checkpointing = "none"
     compile: bool = False  # torch.compile of every transformer block
+    share_prompts: bool = False  # a prompt that samples of a micro-batch have in common is computed once, where the model lets it
     tile_mlp: int = 0  # tokens that a block's MLP works on at a time; 0: all
     balance: bool = False  # in training also say how evenly routers use their experts (TokenOutputs.balance)
     trust_remote_code: bool = False

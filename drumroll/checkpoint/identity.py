@@ -26,6 +26,7 @@ ELASTIC = (
     "train.micro_batch_tokens",
     "model.dtype",
     "model.layout",
+    "model.share_prompts",
     "model.attention",
     "model.checkpointing",
 )

@@ -9,12 +9,13 @@ Axis suffixes: B rows, L tokens of a row, N targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from drumroll.models import prompts
 from drumroll.types import MicroBatch
 
 Layout = Literal["rows", "packed"]
@@ -28,6 +29,7 @@ class Laid:
     position_ids_BL: torch.Tensor  # int64 [1, L] for rows (the same for all), [1, L] for a packed row
     index_N: torch.Tensor  # int64: into the flattened [B * L] hidden states
     targets_N: torch.Tensor  # int64: token ids
+    shared: prompts.Shared | None = None  # the inputs are then one row of tokens that differ, and `index_N` is into what they are spread to
     fill_in: bool = False  # one dummy target is computed and none kept
 
 
@@ -49,8 +51,11 @@ def choose(layout: str, attention: str) -> Layout:
     raise ValueError(f"layout: expected auto, rows or packed, got {layout!r}")
 
 
-def lay_out(micro: MicroBatch, layout: Layout) -> Laid:
-    """Rows are in the order of the samples; padding repeats the row's own last token, which no real token can see."""
+def lay_out(micro: MicroBatch, layout: Layout, share_prompts: bool = False) -> Laid:
+    """Rows are in the order of the samples; padding repeats the row's own last token, which no real token can see.
+
+    `share_prompts`: in rows, a prompt that several samples have is read once, where that pays. See [Note: shared prompts].
+    """
     n_targets = len(micro.target_positions)
     if n_targets == 0:
         return _fill_in(micro.token_ids.device)
@@ -68,11 +73,22 @@ def lay_out(micro: MicroBatch, layout: Layout) -> Laid:
         source = positions + np.repeat(starts, inputs)[None]
     device = micro.token_ids.device
     shift = torch.from_numpy(row_starts - starts - 1).to(device)  # from a target in the flat batch to the place that predicts it
-    return Laid(
+    laid = Laid(
         input_ids_BL=micro.token_ids[torch.from_numpy(source).to(device)],
         position_ids_BL=torch.from_numpy(positions).to(device),
         index_N=micro.target_positions + torch.repeat_interleave(shift, micro.target_lengths, output_size=n_targets),
         targets_N=micro.token_ids[micro.target_positions],
+    )
+    if not share_prompts or layout != "rows" or micro.prompts is None:
+        return laid
+    shared = prompts.find(lengths - 1, micro.prompts, device)
+    if shared is None:
+        return laid
+    return replace(
+        laid,
+        input_ids_BL=laid.input_ids_BL.flatten()[shared.place_U][None],
+        position_ids_BL=(shared.place_U % laid.input_ids_BL.shape[1])[None],
+        shared=shared,
     )
 
 

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
-from drumroll.errors import UserError
-from drumroll.models import experts, ulysses
+from drumroll.errors import RunError, UserError
+from drumroll.models import experts, prompts, ulysses
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
 from drumroll.models.layout import Laid, choose, cut, lay_out, owners
@@ -53,6 +53,10 @@ class Scorer(nn.Module):
             experts.check_routers(hf)
         experts.choose_kernel(hf, spec.compute_dtype, spec.compile)
         self._sequence_group: dist.ProcessGroup | None = None
+        # With routers' logits given, tokens are counted by sample: those of every sample are needed.
+        self._share_prompts = spec.share_prompts and not spec.balance and prompts.supports(hf, spec.attention)
+        if self._share_prompts:
+            prompts.install(hf)
         self.blocks = find_blocks(hf)
         for block in self.blocks:
             if spec.tile_mlp:
@@ -101,7 +105,7 @@ class Scorer(nn.Module):
         """
         if self._sequence_group is not None:
             return *self._shared_forward(micro, entropy, self._sequence_group), None
-        laid = lay_out(micro, self.layout)
+        laid = lay_out(micro, self.layout, self._share_prompts)
         logprobs_N, entropy_N, router_logits = self._score(laid, entropy)
         balance_S = None
         if router_logits is not None:
@@ -123,17 +127,30 @@ class Scorer(nn.Module):
         return home[0].clone(), home[1].clone() if entropy else None  # clones: see `forward`
 
     def _score(
-        self, laid: Laid, entropy: bool, **attention: ulysses.Row
+        self, laid: Laid, entropy: bool, **attention: ulysses.Row | prompts.Shared
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...] | None]:
         """Log-probs, entropy and routers' logits of what is laid out; `attention`: what the model's attention needs to know."""
         cast = self._cast_outside_blocks()
         inputs = {"input_ids": laid.input_ids_BL, "position_ids": laid.position_ids_BL, "attention_mask": None, "use_cache": False}
         routers = {experts.ROUTER_OUTPUT: True} if self._balance and torch.is_grad_enabled() else {}
         body = {name: cast[parameter] for name, parameter in self.body.named_parameters() if parameter in cast}
+        if laid.shared is not None:
+            attention["shared"] = laid.shared
         made = functional_call(self.body, body, (), inputs | routers | attention)
-        hidden_NH = made.last_hidden_state.flatten(0, 1).index_select(0, laid.index_N)
+        hidden = made.last_hidden_state.flatten(0, 1)
+        if laid.shared is not None:
+            self._check_shared(laid.shared)
+            hidden = prompts.spread(hidden, laid.shared)
+        hidden_NH = hidden.index_select(0, laid.index_N)
         logprobs_N, entropy_N = self.head(hidden_NH, _Targets(laid.targets_N, self.temperature, entropy, cast))
         return logprobs_N, entropy_N, made.router_logits if routers else None
+
+    def _check_shared(self, shared: prompts.Shared) -> None:
+        if shared.used != len(self.blocks):
+            raise RunError(
+                f"{type(self.hf).__name__}: {shared.used} of {len(self.blocks)} blocks passed their arguments on to the attention, so that "
+                "samples with the same prompt cannot share it: set model.share_prompts=false"
+            )
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.

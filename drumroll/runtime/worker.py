@@ -262,6 +262,7 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
         attention=config.model.attention,
         checkpointing=config.model.checkpointing,
         compile=config.model.compile,
+        share_prompts=config.model.share_prompts,
         tile_mlp=config.model.tile_mlp,
         balance=config.train.router_aux_coef > 0,
         trust_remote_code=config.model.trust_remote_code,

@@ -19,6 +19,7 @@ SCALES = (1.0, 0.05, 2.0)  # of the loss: with the limit that the suite sets, th
 
 _COUNT = 9
 _WITHOUT_TARGETS = 5  # index of a sample that carries no loss
+_SHARING = {4: 0, 6: 2, 7: 3}  # samples that begin with the prompt of another, which is in the same micro-batch in some split
 POISON = 8  # index of the sample that a poisoned step makes NaN
 
 
@@ -62,18 +63,23 @@ def _cut(indices: list[int], passes: int) -> list[list[int]]:
 
 
 def samples(step: int, vocab: int, poison: bool = False) -> list[TrainSample]:
-    """Long and short ones by turns, so that ranks have very different numbers of targets; two make a group.
+    """Long and short ones by turns, so that ranks have very different numbers of targets; two make a group; some share a prompt.
 
     The poison sample's tokens are the first of the vocabulary only: where an embedding is sharded by rows, one rank holds all of theirs.
     """
     rng = np.random.default_rng((11, step))
-    made = []
+    made: list[TrainSample] = []
     for index in range(_COUNT):
         length = int(rng.integers(20, 40)) if index % 2 == 0 else int(rng.integers(4, 12))
         mask = np.zeros(length, bool)
-        if index != _WITHOUT_TARGETS:
-            mask[length // (2 if index % 3 else 4) :] = True
         tokens = rng.integers(0, max(2, vocab // 8) if index == POISON else vocab, length)
+        prompt = length // (2 if index % 3 else 4)
+        if index in _SHARING:
+            other = made[_SHARING[index]]
+            prompt = min(int(other.target_mask.argmax()), length - 1)
+            tokens[:prompt] = other.token_ids[:prompt]
+        if index != _WITHOUT_TARGETS:
+            mask[prompt:] = True
         advantages = SCALES[step % STEPS] * (1.0 + rng.normal(size=int(mask.sum())))
         if poison and index == POISON:
             advantages[:] = np.nan

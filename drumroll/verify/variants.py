@@ -46,6 +46,7 @@ COMMON = (
     Variant(name="one rank", ranks=1, splits=(WHOLE,)),
     Variant(name="bfloat16", model={"compute_dtype": torch.bfloat16}, scenarios=_STATE),
     Variant(name="packed layout", model={"layout": "packed"}),
+    Variant(name="shared prompts", model={"share_prompts": True}),
     Variant(name="checkpointing: full", model={"checkpointing": "full"}),
     Variant(name="checkpointing: selective", model={"checkpointing": "selective"}),
     Variant(name="checkpointing: off-loaded", model={"checkpointing": "offload"}),

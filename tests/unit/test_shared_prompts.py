@@ -1,0 +1,143 @@
+"""A prompt that several samples have is computed once, and nothing else changes: [Note: shared prompts] in drumroll/models/prompts.py."""
+
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drumroll.errors import RunError
+from drumroll.models import prompts
+from drumroll.models.layout import lay_out
+from drumroll.models.scorer import Scorer
+from drumroll.packing import collate
+from drumroll.types import TrainSample
+from tests import scorer_models as models
+
+SHARING = ["gpt2", "qwen3-yarn", "phi3-long", "qwen3-moe"]  # positions learned, rotary, rotary by length; experts
+
+
+def sample(prompt: list[int], response: list[int]) -> TrainSample:
+    ids = np.array(prompt + response)
+    return TrainSample(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def groups() -> list[TrainSample]:
+    """Two groups that lie between each other, prompts of 9 and 4 tokens, a sample with a prompt of its own, one that ends in its prompt."""
+    rng = np.random.default_rng(3)
+    first, second = rng.integers(3, 32, 9).tolist(), rng.integers(3, 32, 4).tolist()
+    responses = [rng.integers(3, 32, length).tolist() for length in (3, 8, 1, 5, 6, 2)]
+    batch = [sample(prompt, response) for prompt, response in zip([first, second] * 3, responses, strict=True)]
+    without_targets = sample(first, [])
+    return [*batch, sample(second[:3], [7, 8]), without_targets]
+
+
+def test_by_hand() -> None:
+    micro = collate([sample([5, 6, 7], [8, 9]), sample([4], [5]), sample([5, 6, 7], [3, 2, 1])])
+    assert micro.prompts == [(3, 0), (1, 1), (3, 0)]
+    laid = lay_out(micro, "rows", share_prompts=True)
+    assert laid.shared is not None
+    assert laid.input_ids_BL.tolist() == [[5, 6, 7, 8, 4, 3, 2]]
+    assert laid.position_ids_BL.tolist() == [[0, 1, 2, 3, 0, 3, 4]]
+    assert laid.shared.token_BL.view(3, 5).tolist() == [[0, 1, 2, 3, 3], [4, 4, 4, 4, 4], [0, 1, 2, 5, 6]]
+    assert laid.shared.place_U.tolist() == [0, 1, 2, 3, 5, 13, 14]
+    assert [(rows.tolist(), first, length) for rows, first, length in laid.shared.copies] == [([2], 0, 3)]
+    plain = lay_out(micro, "rows")
+    assert torch.equal(laid.index_N, plain.index_N) and torch.equal(laid.targets_N, plain.targets_N)
+
+
+def test_only_where_it_pays() -> None:
+    alike = [sample([5], [3, 4, 5, 6, 7, 8, 9, 3, 4, 5])] * 2
+    assert lay_out(collate(alike), "rows", share_prompts=True).shared is None
+    assert lay_out(collate([sample([5, 6], [7])] * 2), "packed", share_prompts=True).shared is None
+    assert lay_out(collate([]), "rows", share_prompts=True).fill_in
+
+
+def test_gradients_of_copies_are_added_up() -> None:
+    shared = lay_out(collate(groups()), "rows", share_prompts=True).shared
+    assert shared is not None
+    tokens = torch.randn(len(shared.place_U), 3, dtype=torch.float64, requires_grad=True)
+    columns = torch.arange(len(shared.token_BL) // shared.rows)
+    real_BL = torch.cat([columns < len(s.token_ids) - 1 for s in groups()])
+    weights = torch.randn(len(shared.token_BL), 3, dtype=torch.float64) * real_BL[:, None]
+    (prompts.spread(tokens, shared) * weights).sum().backward()
+    expected = torch.zeros_like(tokens).index_add_(0, shared.token_BL, weights)
+    assert tokens.grad is not None
+    torch.testing.assert_close(tokens.grad, expected, rtol=1e-14, atol=1e-14)
+
+
+def both(folder: Path, **spec: Any) -> tuple[Scorer, Scorer]:
+    return models.scorer(folder, share_prompts=False, **spec), models.scorer(folder, share_prompts=True, **spec)
+
+
+def outcome(scorer: Scorer, batch: list[TrainSample]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    logprobs, entropy, _ = scorer(collate(batch), True)
+    assert entropy is not None
+    (logprobs * torch.linspace(-1, 1, len(logprobs)) + 0.1 * entropy).sum().backward()
+    return logprobs.detach(), entropy.detach(), {name: p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        *((family, {}) for family in SHARING),
+        *(("llama", {"checkpointing": kind}) for kind in ("none", "full", "selective")),
+        ("llama", {"tile_mlp": 8}),
+        ("llama", {"trainable": ("mlp",)}),
+    ],
+)
+def test_numbers_are_those_of_whole_samples(family: str, spec: dict[str, Any], tmp_path: Path) -> None:
+    plain, sharing = both(models.make(family, tmp_path), **spec)
+    expected, found = outcome(plain, groups()), outcome(sharing, groups())
+    for one, other in zip(expected[:2], found[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert expected[2].keys() == found[2].keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected[2].values())
+    for name, gradient in expected[2].items():
+        assert float((gradient - found[2][name]).abs().max()) <= 1e-5 * max(float(gradient.abs().max()), 0.01 * largest), name
+
+
+def test_fewer_tokens_are_computed(tmp_path: Path) -> None:
+    """65 tokens of eight samples, padding left out: 9 + 4 + 3 of prompts, and of responses all but the last tokens."""
+    seen: list[int] = []
+    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
+    attrgetter("layers.0.mlp")(scorer.body).register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+    scorer(collate(groups()))
+    own_prompts, responses, ends_in_its_prompt = 9 + 4 + 3, 25 - 6 + 1, 8
+    assert seen == [own_prompts + responses + ends_in_its_prompt]
+
+
+def test_another_sample_changes_nothing(tmp_path: Path) -> None:
+    """Not one bit of another sample, though they share a prompt (failure case 27)."""
+    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
+    batch = groups()
+    before = scorer(collate(batch))[0].split([s.n_targets for s in batch])
+    batch[2] = sample(batch[2].token_ids[:9].tolist(), [batch[2].token_ids[-1] % 29 + 1])
+    after = scorer(collate(batch))[0].split([s.n_targets for s in batch])
+    assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [index != 2 for index in range(len(batch))]
+
+
+def test_a_step_repeats_bit_by_bit(tmp_path: Path) -> None:
+    folder = models.make("llama", tmp_path)
+    once, again = (outcome(models.scorer(folder, share_prompts=True), groups())[2] for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+@pytest.mark.parametrize(
+    ("attention", "changed", "supported"), [("sdpa", {}, True), ("eager", {}, False), ("sdpa", {"sliding_window": 4}, False)]
+)
+def test_where_it_is_without_effect(attention: str, changed: dict[str, Any], supported: bool, tmp_path: Path) -> None:
+    scorer = models.scorer(models.make("llama", tmp_path), attention=attention)
+    scorer.hf.config.update(changed)
+    assert prompts.supports(scorer.hf, attention) is supported
+
+
+def test_a_model_that_does_not_pass_its_arguments_on_is_found_out(tmp_path: Path) -> None:
+    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
+    attention = attrgetter("layers.1.self_attn")(scorer.body)
+    plain = attention.forward
+    attention.forward = lambda *args, shared=None, **kwargs: plain(*args, **kwargs)
+    with pytest.raises(RunError, match=r"1 of 2 blocks passed .* set model\.share_prompts=false"):
+        scorer(collate(groups()))
