@@ -1,3 +1,8 @@
 """Things that train: one file or folder each. `SHARED` names the modules here that are not backends."""
 
-SHARED = frozenset({"adapters", "base", "clip", "engine", "footprint", "optim", "placement", "replicas", "rows", "sleeping", "state"})
+SHARED = frozenset(
+    (
+        *("adapters", "base", "buckets", "clip", "division", "engine", "footprint", "optim", "placement"),
+        *("replicas", "rows", "sleeping", "spans", "state"),
+    )
+)

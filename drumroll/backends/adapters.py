@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from drumroll.backends.base import LoraSpec
-from drumroll.backends.placement import Placement
+from drumroll.backends.division import Division
 from drumroll.backends.state import BASE
 from drumroll.errors import RunError
 from drumroll.models import lora
@@ -28,22 +28,22 @@ SCALE = f"{BASE}scale"
 
 
 class Adapters:
-    """Those of one backend instance, over whatever its placement holds of them."""
+    """Those of one backend instance, over whatever a rank holds of them."""
 
-    def __init__(self, scorer: Scorer, spec: LoraSpec, placement: Placement) -> None:
+    def __init__(self, scorer: Scorer, spec: LoraSpec, division: Division) -> None:
         """Fills A and B: from `spec.start`, else by their names and `spec.seed`. Raises UserError for a folder that does not fit."""
         self._hf = scorer.hf
-        self._placement = placement
+        self._division = division
         self.scale = spec.alpha / spec.rank  # of every adapter
         self._adapters = {adapter.weight: adapter for adapter in lora.adapters(scorer.hf)}
         named = {scorer.hf_name(name): parameter for name, parameter in scorer.named_parameters()}
         self._matrices = {name: named[name] for adapter in self._adapters.values() for name in (adapter.a, adapter.b)}
-        shapes = {name: placement.held(parameter).shape for name, parameter in self._matrices.items()}
+        shapes = {name: division.held(parameter).shape for name, parameter in self._matrices.items()}
         given = lora.read_folder(Path(spec.start), spec, shapes) if spec.start is not None else {}
         for name, parameter in self._matrices.items():
-            held = placement.held(parameter)
+            held = division.held(parameter)
             held.local.copy_(_cut(given[name] if given else lora.initial(name, held.shape, spec.seed), held))
-        self._begun = {name: placement.held(self._matrices[name]).local.clone() for name in given}
+        self._begun = {name: division.held(self._matrices[name]).local.clone() for name in given}
 
     @property
     def matrices(self) -> Collection[str]:
@@ -67,10 +67,10 @@ class Adapters:
         if not here:
             return {}
         matrices = {name: self._matrices[name] for adapter in here for name in (adapter.a, adapter.b)}
-        parts = [self._placement.held(parameter).local for parameter in matrices.values()]
-        wholes = dict(zip(matrices, self._placement.whole(list(matrices.values()), parts), strict=True))
+        parts = [self._division.held(parameter).local for parameter in matrices.values()]
+        wholes = dict(zip(matrices, self._division.whole(list(matrices.values()), parts), strict=True))
         return {
-            adapter.weight: _merge(self._placement.held(weights[adapter.weight]), adapter, wholes[adapter.a], wholes[adapter.b])
+            adapter.weight: _merge(self._division.held(weights[adapter.weight]), adapter, wholes[adapter.a], wholes[adapter.b])
             for adapter in here
         }
 
@@ -81,7 +81,7 @@ class Adapters:
             with lora.switched_off(self._hf):
                 yield
             return
-        held = {name: self._placement.held(self._matrices[name]).local for name in self._begun}
+        held = {name: self._division.held(self._matrices[name]).local for name in self._begun}
         now = {name: local.clone() for name, local in held.items()}
         try:
             for name, local in held.items():

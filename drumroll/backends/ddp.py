@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.division import Whole
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas
 from drumroll.config import Section
 from drumroll.models import build
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held, held_whole
 
 
 class Config(Section):
@@ -33,7 +33,7 @@ class Config(Section):
 
 
 class DdpPlacement:
-    shard_group = None
+    division = Whole()
 
     def __init__(self, options: Config) -> None:
         self._options = options
@@ -46,9 +46,6 @@ class DdpPlacement:
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         scorer.cast_parameters = True
         build.materialise(scorer, ctx.device)
-
-    def held(self, parameter: nn.Parameter) -> Held:
-        return held_whole(parameter)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         check_replicas(scorer, ctx.device)
@@ -65,24 +62,6 @@ class DdpPlacement:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return parameter.grad
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        return parameter.detach()
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return 0
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(parts)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(pieces)
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return piece
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        pass
 
     def after_forward(self) -> None:
         pass

@@ -19,6 +19,7 @@ from drumroll.backends import clip, state
 from drumroll.backends import optim as optimizers
 from drumroll.backends.adapters import DIGESTS, SCALE, Adapters, check_base
 from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.buckets import buckets
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.placement import Placement
 from drumroll.backends.sleeping import Sleeper
@@ -58,8 +59,9 @@ class TorchBackend:
             self._scorer.requires_grad_(False)
         tensors_before = len(list(self._scorer.parameters()))
         self._placement.place(self._scorer, ctx, model)
-        stream.load(self._scorer, Path(model.path), self._placement.held)
-        self._lora = Adapters(self._scorer, model.lora, self._placement) if model.lora is not None else None
+        self._division = self._placement.division
+        stream.load(self._scorer, Path(model.path), self._division.held)
+        self._lora = Adapters(self._scorer, model.lora, self._division) if model.lora is not None else None
         self._module = self._placement.wrap(self._scorer, ctx)
         self._module.eval()  # no dropout: old, new and reference log-probs are of one distribution
         self._parameters = {self._scorer.hf_name(name): parameter for name, parameter in self._scorer.named_parameters()}
@@ -70,17 +72,17 @@ class TorchBackend:
         self._check_parameters(tensors_before, model.lora.base_dtype if model.lora is not None else torch.float32)
         self._trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._optim = optim
-        pieces = {name: self._placement.piece(parameter) for name, parameter in self._trainable.items()}
+        pieces = {name: self._division.owned(parameter).local for name, parameter in self._trainable.items()}
         self._optimizer = optimizers.make(optim, pieces, self._wholes()) if optim is not None else None
 
     def _wholes(self) -> optimizers.Wholes:
         """Whole tensors for optimizers that need them."""
         hidden = {id(parameter) for block in self._scorer.blocks for parameter in block.parameters()}
         return optimizers.Wholes(
-            shapes={name: self._placement.held(parameter).shape for name, parameter in self._trainable.items()},
-            matrices={n for n, p in self._trainable.items() if id(p) in hidden and len(self._placement.held(p).shape) == 2},
-            gather=lambda name, piece: self._placement.gather([self._trainable[name]], [piece])[0],
-            start=lambda name: self._placement.start(self._trainable[name]),
+            shapes={name: self._division.held(parameter).shape for name, parameter in self._trainable.items()},
+            matrices={n for n, p in self._trainable.items() if id(p) in hidden and len(self._division.held(p).shape) == 2},
+            gather=lambda name, piece: self._division.gather([self._trainable[name]], [piece])[0],
+            start=lambda name: self._division.owned(self._trainable[name]).start,
         )
 
     def _check_parameters(self, tensors_before: int, base_dtype: torch.dtype) -> None:
@@ -158,13 +160,13 @@ class TorchBackend:
         named = self._parameters if apart else self._weights
         changing = () if apart or self._lora is None else self._lora.weights
         wanted = {n: p for n, p in named.items() if not trained_only or p.requires_grad or n in changing}
-        return _buckets({name: self._placement.held(parameter).shape.numel() * dtype.itemsize for name, parameter in wanted.items()})
+        return buckets(wanted, lambda name: self._division.held(wanted[name]).shape.numel() * dtype.itemsize, BUCKET_BYTES)
 
     def _full(self, names: list[str], dtype: torch.dtype, apart: bool) -> list[NamedTensor]:
         weights = {name: self._parameters[name] for name in names}
         merged = self._merged(weights, apart)
-        parts = [merged.get(name, self._placement.held(parameter).local).to(dtype) for name, parameter in weights.items()]
-        return list(zip(names, self._placement.whole(list(weights.values()), parts), strict=True))
+        parts = [merged.get(name, self._division.held(parameter).local).to(dtype) for name, parameter in weights.items()]
+        return list(zip(names, self._division.whole(list(weights.values()), parts), strict=True))
 
     def _merged(self, weights: Mapping[str, nn.Parameter], apart: bool) -> dict[str, torch.Tensor]:
         """Of those that are adapted, and not to be sent apart from it: what this rank holds of them, with the adapter in it."""
@@ -178,7 +180,7 @@ class TorchBackend:
 
     def gradients(self) -> Iterator[NamedTensor]:
         for name, gradient in self._gradients().items():
-            yield name, self._placement.gather([self._trainable[name]], [clip.local_part(gradient)])[0]
+            yield name, self._division.gather([self._trainable[name]], [clip.local_part(gradient)])[0]
 
     def digests(self, dtype: torch.dtype, apart: bool = False) -> dict[str, int]:
         self._sleeper.require("digests", (PARAMETER,))
@@ -192,18 +194,19 @@ class TorchBackend:
 
     def _digest(self, parameter: nn.Parameter, merged: torch.Tensor | None, dtype: torch.dtype) -> int:
         """Of this rank's piece; `merged`: what is held of the parameter with its adapter, where it has one."""
-        piece, start = self._placement.piece(parameter), self._placement.start(parameter)
+        owned = self._division.owned(parameter)
+        piece = owned.local
         if merged is not None:
-            piece = merged.reshape(-1).narrow(0, start - self._placement.held(parameter).start, piece.numel())
-        return digest(piece.to(dtype), start)
+            piece = merged.reshape(-1).narrow(0, owned.start - self._division.held(parameter).start, piece.numel())
+        return digest(piece.to(dtype), owned.start)
 
     def _add_up(self, parts: list[int]) -> list[int]:
         """Sums modulo 2^64 over the ranks that hold the other pieces."""
-        if self._placement.shard_group is None:
+        if self._division.group is None:
             return parts
         signed = [part - (1 << 64) if part >= 1 << 63 else part for part in parts]
         totals = torch.tensor(signed, dtype=torch.int64, device=self._ctx.device)  # wraps around as it should
-        dist.all_reduce(totals, group=self._placement.shard_group)
+        dist.all_reduce(totals, group=self._division.group)
         return [total % (1 << 64) for total in totals.tolist()]
 
     def save(self, directory: Path) -> None:
@@ -221,14 +224,14 @@ class TorchBackend:
         tensors = self._stored()
         state.load(directory, tensors, (state.MODEL,) if self._optimizer is None else (state.MODEL, state.OPTIMIZER))
         for name, (parameter, piece) in self._pieces().items():
-            self._placement.restore(parameter, piece, tensors[name])
+            self._division.restore(parameter, piece, tensors[name])
         if self._optimizer is not None:
             self._optimizer.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
         self._placement.after_update()
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """Name in a checkpoint -> tensor; gradients play no part in it."""
-        tensors = {name: self._placement.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
+        tensors = {name: self._division.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
         if self._optimizer is not None:
             for kind, of_kind in self._optimizer.shared().items():
                 tensors |= {f"{state.OPTIMIZER}{name}.{kind}": tensor for name, tensor in of_kind.items()}
@@ -253,7 +256,7 @@ class TorchBackend:
 
     def _pieces(self) -> dict[str, tuple[nn.Parameter, torch.Tensor]]:
         """Name in a checkpoint -> the parameter it belongs to, and this rank's live piece of it or of a moment."""
-        pieces = {f"{state.MODEL}{name}": (p, self._placement.piece(p)) for name, p in self._saved.items()}
+        pieces = {f"{state.MODEL}{name}": (p, self._division.owned(p).local) for name, p in self._saved.items()}
         if self._optimizer is not None:
             for kind, moments in self._optimizer.moments().items():
                 pieces |= {f"{state.OPTIMIZER}{name}.{kind}": (self._trainable[name], moment) for name, moment in moments.items()}
@@ -279,7 +282,7 @@ class TorchBackend:
             return []
         parameters = self._parameters.values()
         if kind == PARAMETER:
-            return [self._placement.held(parameter).local for parameter in parameters]
+            return [self._division.held(parameter).local for parameter in parameters]
         if kind == GRADIENT:
             return [clip.local_part(gradient) for p in parameters if (gradient := self._placement.gradient(p)) is not None]
         kept = (*self._optimizer.moments().values(), *self._optimizer.shared().values()) if self._optimizer is not None else ()
@@ -287,7 +290,7 @@ class TorchBackend:
 
     def close(self) -> None:
         self._saver.close()
-        del self._module, self._scorer, self._placement, self._optimizer, self._lora
+        del self._module, self._scorer, self._placement, self._division, self._optimizer, self._lora
         del self._parameters, self._weights, self._saved, self._trainable
         gc.collect()  # wrapped modules are full of reference cycles
 
@@ -303,20 +306,6 @@ def _stats(result: LossOutput) -> dict[str, Stat]:
         stats[name] = Stat(sum=total, count=vector.numel(), max=top)
     stats["loss"] = Stat(sum=loss, count=1, max=loss)
     return stats
-
-
-def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Consecutive names, of at most BUCKET_BYTES together, or one larger one alone. `sizes`: name -> bytes, the same on all ranks."""
-    bucket: list[str] = []
-    held = 0
-    for name, size in sizes.items():
-        if bucket and held + size > BUCKET_BYTES:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(name)
-        held += size
-    if bucket:
-        yield bucket
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:

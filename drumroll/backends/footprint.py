@@ -43,4 +43,5 @@ class Footprint:
     buckets: int = 0  # such buckets at a time
     reduce_itemsize: int = 4  # bytes a number in which gradients are reduced
     sequence: int = 1  # ranks that compute a micro-batch together, each a slice of every sequence
+    experts: int = 1  # ranks that share the experts of every layer: an expert is divided over so many ranks fewer than other parameters
     offload: bool = False  # parameters, gradients and optimizer state at rest are in host memory

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +24,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from drumroll.backends.base import ModelSpec, RankContext
-from drumroll.backends.clip import local_part
+from drumroll.backends.division import Division
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint, Gathering
 from drumroll.backends.rows import Rows
+from drumroll.backends.spans import HeldSpans, Span, spans
 from drumroll.config import Section
 from drumroll.errors import UserError
 from drumroll.models import build
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held
 
 
 class Config(Section):
@@ -67,67 +64,6 @@ class Unit(FullyShardedDataParallel):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 
-@dataclass(slots=True, frozen=True)
-class Span:
-    """Where a parameter lies: elements [offset, offset + numel) of a flat tensor that is cut into equal shards."""
-
-    offset: int
-    shape: torch.Size
-    shard: int  # elements of a shard, padding included
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def ranks(self) -> range:
-        """Those that hold some of it."""
-        return range(self.offset // self.shard, -(-(self.offset + self.numel) // self.shard))
-
-    def held(self, rank: int) -> tuple[int, int]:
-        """First element of the flattened parameter, and number of elements, that `rank` holds."""
-        first, last = (min(max(edge * self.shard - self.offset, 0), self.numel) for edge in (rank, rank + 1))
-        return first, last - first
-
-    def in_shard(self, rank: int) -> slice:
-        """Where they lie in the shard of `rank`."""
-        start, numel = self.held(rank)
-        at = self.offset + start - rank * self.shard if numel else 0
-        return slice(at, at + numel)
-
-
-def spans(shapes: Sequence[torch.Size], numels: Sequence[int], padding: Sequence[bool], shard: int) -> list[Span]:
-    """One a parameter of a unit.
-
-    `shapes`: of its parameters, in order. `numels`: of what lies in its flat tensor, parameters and, where `padding`, fill between them.
-    """
-    offsets = accumulate(numels[:-1], initial=0)
-    starts = [offset for offset, fill in zip(offsets, padding, strict=True) if not fill]
-    return [Span(offset, shape, shard) for offset, shape in zip(starts, shapes, strict=True)]
-
-
-@dataclass(slots=True)
-class Run:
-    """Elements [begin, end) of a buffer, all of them from one rank."""
-
-    rank: int
-    begin: int
-    end: int
-
-
-def runs(parameters: Sequence[Span]) -> list[Run]:
-    """Who holds what of the parameters, laid end to end; as few runs as possible."""
-    found: list[Run] = []
-    for span in parameters:
-        for rank in span.ranks:
-            begin, numel = found[-1].end if found else 0, span.held(rank)[1]
-            if found and found[-1].rank == rank:
-                found[-1].end += numel
-            else:
-                found.append(Run(rank, begin, begin + numel))
-    return found
-
-
 class Fsdp1Placement:
     def __init__(self, options: Config) -> None:
         self._options = options
@@ -140,7 +76,6 @@ class Fsdp1Placement:
         _refuse_two_dtypes(scorer)
         self._rows = Rows(init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",)))
         self.averaged_over = ctx.world_size
-        self.shard_group: dist.ProcessGroup | None = self._rows.group
         self._low_precision = model.compute_dtype is not torch.float32
         unit = self._make_unit(ctx, model.compute_dtype)
         ties = build.tied_names(scorer.hf)
@@ -194,9 +129,8 @@ class Fsdp1Placement:
             self._units.append(unit)
             self._spans |= dict(zip(flat._params, places, strict=True))
             self._unit_of |= dict.fromkeys(flat._params, unit)
-
-    def held(self, parameter: nn.Parameter) -> Held:
-        return Held(self.piece(parameter), self.start(parameter), self._spans[parameter].shape)
+        units = self._unit_of
+        self.division: Division = HeldSpans(self._rows, self._spans, lambda parameter: units[parameter].flat_param._local_shard)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return self._root
@@ -217,49 +151,6 @@ class Fsdp1Placement:
             return None
         span = self._spans[parameter]
         return self._rows.dtensor(flat[span.in_shard(self._rows.rank)], torch.Size([span.numel]))
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        shard: torch.Tensor = self._unit_of[parameter].flat_param._local_shard
-        return shard[self._spans[parameter].in_shard(self._rows.rank)]
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return self._spans[parameter].held(self._rows.rank)[0]
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._gather(parameters, parts, parts[0].dtype)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._gather(parameters, pieces, torch.float32)
-
-    @torch.no_grad()
-    def _gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every run is broadcast by the rank that holds it, cast before it travels.
-
-        Not an all-gather: one rank may hold all that is asked for, and every other would have to send padding of the same size.
-        """
-        places = [self._spans[parameter] for parameter in parameters]
-        buffer = torch.empty(sum(span.numel for span in places), dtype=dtype, device=pieces[0].device)
-        wholes = buffer.split([span.numel for span in places])
-        for span, piece, whole in zip(places, pieces, wholes, strict=True):
-            start, numel = span.held(self._rows.rank)
-            whole[start : start + numel] = piece
-        group = self._rows.group
-        sent = [
-            dist.broadcast(buffer[run.begin : run.end], dist.get_global_rank(group, run.rank), group=group, async_op=True)
-            for run in (runs(places) if self._rows.ranks > 1 else ())
-        ]
-        for work in sent:
-            work.wait()
-        return [whole.view(span.shape) for span, whole in zip(places, wholes, strict=True)]
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        """Rows, as of the other sharded backends: gathered one tensor at a time."""
-        (whole,) = self.gather([parameter], [piece])
-        return self._rows.dtensor(self._rows.cut(whole).clone(), whole.shape)
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        (whole,) = self._rows.gather([local_part(stored)], [stored.shape], torch.float32)
-        piece.copy_(whole.view(-1).narrow(0, self.start(parameter), piece.numel()))
 
     def after_forward(self) -> None:
         """What waits for a backward that does not come: the root, and with `reshard_after_forward` off all units."""

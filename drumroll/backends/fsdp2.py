@@ -3,7 +3,9 @@
 A unit is what is gathered at once: one a transformer block, unless `wrap` says otherwise; what no unit below it holds (embedding, final
 norm and head, so that tied weights are in one) forms the root unit. With `replicas` above 1 the mesh is replicate x shard: rows lie over
 the ranks of a replica, gradients are reduce-scattered there and then all-reduced over the replicas. With `sequence_ranks` above 1 so many
-consecutive ranks share the tokens of a micro-batch (`models/ulysses.py`); parameters are cut over all ranks as they are without.
+consecutive ranks share the tokens of a micro-batch (`models/ulysses.py`); parameters are cut over all ranks as they are without. With
+`expert_ranks` above 1 so many consecutive ranks share the experts of every layer (`models/dispatch.py`): a rank's experts are a unit, of
+which rows lie over the ranks that have the same ones. Everything else is cut over all ranks as it is without.
 """
 
 from __future__ import annotations
@@ -14,24 +16,23 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.tensor import DTensor
 
 from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.clip import local_part
+from drumroll.backends.division import Division, HeldRows
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint, Gathering, Unit
-from drumroll.backends.rows import Rows
+from drumroll.backends.rows import Cut, Rows
 from drumroll.config import Section
 from drumroll.errors import UserError
-from drumroll.models import build
+from drumroll.models import build, dispatch
+from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held
 
 
 class Config(Section):
@@ -73,6 +74,14 @@ class Config(Section):
         "times train.micro_batch_tokens, one sequence too",
         examples=[2],
     )
+    expert_ranks: int = Field(
+        1,
+        gt=0,
+        description="consecutive ranks that share the experts of every layer: tokens travel to experts instead of experts to tokens "
+        "(expert parallelism)",
+        examples=[2],
+        json_schema_extra={"verify_on": "experts"},
+    )
 
 
 class Fsdp2Placement:
@@ -84,11 +93,16 @@ class Fsdp2Placement:
         options, ranks = self._options, ctx.world_size
         if ranks % options.replicas:
             raise UserError(f"backend.fsdp2.replicas={options.replicas} does not divide runtime.ranks={ranks}")
-        keep = options.reshard_after_forward
-        if not isinstance(keep, bool) and (keep < 1 or (ranks // options.replicas) % keep):
+        shards = ranks // options.replicas
+        if shards % options.expert_ranks:
             raise UserError(
-                f"backend.fsdp2.reshard_after_forward={keep}: expected true, false or a divisor of the {ranks // options.replicas} ranks "
-                "that share a copy of the model"
+                f"backend.fsdp2.expert_ranks={options.expert_ranks} does not divide the {shards} ranks that share a copy of the model"
+            )
+        keep, alike = options.reshard_after_forward, shards // options.expert_ranks
+        if not isinstance(keep, bool) and (keep < 1 or shards % keep or (keep < alike and alike % keep)):
+            raise UserError(
+                f"backend.fsdp2.reshard_after_forward={keep}: expected true, false or a divisor of the {shards} ranks that share a copy of "
+                f"the model, and of the {alike} of them that share the same experts"
             )
         if ranks % options.sequence_ranks:
             raise UserError(f"backend.fsdp2.sequence_ranks={options.sequence_ranks} does not divide runtime.ranks={ranks}")
@@ -96,34 +110,53 @@ class Fsdp2Placement:
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         options = self._options
         mesh = self._make_mesh(ctx)
-        self._rows = Rows(mesh)
+        rows = Rows(mesh)
         self.averaged_over = mesh.size()
-        self.shard_group: dist.ProcessGroup | None = self._rows.group
         if options.sequence_ranks > 1:
             self._share_sequences(scorer, ctx, model)
         low_precision = None if model.compute_dtype is torch.float32 else model.compute_dtype
         reduce_dtype = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if options.offload else OffloadPolicy()
-        between = options.reshard_after_forward
-        keep: bool | int = between if isinstance(between, bool) or between < self._rows.ranks else True  # over all ranks is `true`
-        keep = False if not isinstance(keep, bool) and keep == 1 else keep  # over one rank is `false`
+        shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
         units = [*_embedding_units(scorer, options.embeddings), *_wrapped(scorer, options.wrap)]
-        for unit in units:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=keep)
+        experts: list[nn.Module] = []
+        if options.expert_ranks > 1:
+            expert_mesh = self._make_expert_mesh(ctx)
+            experts = self._share_experts(scorer, expert_mesh, model)
+            alike = expert_mesh["replicate", "data"] if options.replicas > 1 else expert_mesh["data"]
+            for module in experts:
+                shard(module, mesh=alike, reshard_after_forward=_kept_between(options, alike))
+        for unit in (unit for unit in units if unit not in experts):
+            shard(unit, mesh=mesh, reshard_after_forward=_kept_between(options, mesh))
         # The root is needed again at once when backward begins: freeing it after forward would only gather it twice.
-        root = fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        root = shard(scorer, mesh=mesh, reshard_after_forward=False)
         self._units = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
         _prefetch([unit for unit in self._units if unit is not root], options.prefetch_forward, options.prefetch_backward)
         build.materialise(scorer, torch.device("cpu") if options.offload else ctx.device)
         for sharded in self._sharded():  # rows are padded now, not at the first forward, when the optimizer has the old ones in its hands
             sharded.reset_sharded_param()
+        self.division: Division = HeldRows(rows, _expert_cuts(experts, Rows(expert_mesh, 2, rows.group)) if experts else {})
 
     def _make_mesh(self, ctx: RankContext) -> DeviceMesh:
         replicas = self._options.replicas
         if replicas == 1:
             return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
         return init_device_mesh(ctx.device.type, (replicas, ctx.world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+    def _make_expert_mesh(self, ctx: RankContext) -> DeviceMesh:
+        """Experts are divided over `expert`, consecutive ranks, first, and their rows over `data`: so the dimensions are in this order."""
+        replicas, together = self._options.replicas, self._options.expert_ranks
+        ranks = torch.arange(ctx.world_size).view(replicas, -1, together).transpose(1, 2)
+        return DeviceMesh(ctx.device.type, ranks, mesh_dim_names=("replicate", "expert", "data"))
+
+    def _share_experts(self, scorer: Scorer, mesh: DeviceMesh, model: ModelSpec) -> list[nn.Module]:
+        if model.tile_mlp:
+            raise UserError(
+                f"backend.fsdp2.expert_ranks={self._options.expert_ranks}: tiles of tokens would travel to experts one by one, and ranks "
+                f"have different numbers of them: set model.tile_mlp=0, got {model.tile_mlp}"
+            )
+        return dispatch.install(scorer.hf, dispatch.GroupRoads(mesh.get_group("expert")))
 
     def _share_sequences(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         ranks = self._options.sequence_ranks
@@ -134,9 +167,6 @@ class Fsdp2Placement:
             )
         mesh = init_device_mesh(ctx.device.type, (ctx.world_size // ranks, ranks), mesh_dim_names=("data", "sequence"))
         scorer.share_sequences(mesh.get_group("sequence"))
-
-    def held(self, parameter: nn.Parameter) -> Held:
-        return Held(self.piece(parameter), self.start(parameter), parameter.shape)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return scorer
@@ -149,26 +179,7 @@ class Fsdp2Placement:
         yield
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return parameter.grad
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), f"expected a sharded tensor, got {type(parameter).__name__} {tuple(parameter.shape)}"
-        return local_part(parameter)
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return self._rows.bounds(parameter.shape)[0]
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._rows.gather(parts, [parameter.shape for parameter in parameters], parts[0].dtype)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return self._rows.dtensor(piece, parameter.shape)
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        pass
+        return None if parameter.grad is None else self.division.stored(parameter, local_part(parameter.grad))
 
     def after_forward(self) -> None:
         for unit in self._units:
@@ -198,6 +209,20 @@ class Fsdp2Placement:
             group = unit._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 yield from group.fsdp_params
+
+
+def _kept_between(options: Config, mesh: DeviceMesh) -> bool | int:
+    """torch's `reshard_after_forward` for what is cut over the last dimension of `mesh`."""
+    keep, ranks = options.reshard_after_forward, mesh.size(mesh.ndim - 1)
+    if isinstance(keep, bool) or 1 < keep < ranks:
+        return keep
+    return keep > 1 or ranks == 1  # over all ranks is `true`, over one is `false`
+
+
+def _expert_cuts(experts: Sequence[nn.Module], rows: Rows) -> dict[nn.Parameter, Cut]:
+    """How the parameters of each module that holds this rank's experts, [own experts, ...], are cut out of all experts, [experts, ...]."""
+    held = [parameter for module in experts for parameter in module.parameters(recurse=False)]
+    return {parameter: Cut(rows, torch.Size([len(parameter) * rows.sizes[0], *parameter.shape[1:]])) for parameter in held}
 
 
 def _wrapped(scorer: Scorer, class_names: Sequence[str]) -> list[nn.Module]:
@@ -245,13 +270,15 @@ def footprint(options: Config, ranks: int) -> Footprint:
         every_micro=options.grad_sync == "every",
         reduce_itemsize=2 if options.reduce_dtype == "bfloat16" else 4,
         sequence=options.sequence_ranks,
+        experts=options.expert_ranks,
         offload=options.offload,
     )
 
 
 def _units(options: Config, scorer: Scorer) -> Sequence[Unit]:
     """Parameters by unit, as `Fsdp2Placement.place` makes them, without the root."""
-    made = [*_embedding_units(scorer, options.embeddings), *_wrapped(scorer, options.wrap)]
+    experts = expert_modules(scorer.hf) if options.expert_ranks > 1 else []
+    made = [*experts, *_embedding_units(scorer, options.embeddings), *_wrapped(scorer, options.wrap)]
     taken: set[nn.Parameter] = set()
     units = []
     for unit in made:

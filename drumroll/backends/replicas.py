@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumroll.backends.rows import Rows
+from drumroll.backends.buckets import buckets
+from drumroll.backends.rows import Cut, Rows, gather
 from drumroll.digest import digest
 from drumroll.errors import RunError
 from drumroll.models.scorer import Scorer
@@ -35,22 +36,9 @@ def share_rows(rows: Rows, parameters: Sequence[nn.Parameter]) -> None:
     """Every rank has stepped its own rows of each parameter: bring everybody's to everybody, in place. Collective."""
     if rows.ranks == 1:
         return
-    for bucket in buckets(parameters, GATHER_BYTES):
+    for bucket in buckets(parameters, lambda parameter: parameter.nbytes, GATHER_BYTES):
         mine = [parameter.detach() for parameter in bucket]
-        wholes = rows.gather([rows.cut(tensor) for tensor in mine], [tensor.shape for tensor in mine], torch.float32)
-        torch._foreach_copy_(mine, wholes)
-
-
-def buckets(parameters: Iterable[nn.Parameter], limit: float) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of at most `limit` bytes together; one that is larger is alone."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > limit:
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
+        torch._foreach_copy_(mine, gather([rows.cut(tensor) for tensor in mine], [Cut(rows, tensor.shape) for tensor in mine]))
 
 
 def check_replicas(scorer: Scorer, device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """Tensors cut into rows over the ranks of a mesh, as by `torch.chunk`.
 
 Rank r owns rows [r·c, (r+1)·c) with c = ceil(rows / ranks); the last ranks may own fewer, or none. This is DTensor's `Shard(0)`, so that
-whatever is cut this way is saved and loaded alike by every backend.
+whatever is cut this way is saved and loaded alike by every backend. A cut over two dimensions of a mesh cuts what the first one made once
+more, as `[Shard(0), Shard(0)]` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,21 +17,27 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 class Rows:
-    """The cut over the last dimension of `mesh`; tensors are replicated over the dimensions before it."""
+    """The cut over the last `cuts` dimensions of `mesh`; tensors are replicated over the dimensions before them.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    `group`: the ranks that share a tensor, needed where they are those of more than one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh, cuts: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self._mesh = mesh
-        self._placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        self.group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
-        self.ranks = mesh.size(mesh.ndim - 1)
-        self.rank = mesh.get_local_rank(mesh.ndim - 1)
+        self._placements: list[Placement] = [*[Replicate()] * (mesh.ndim - cuts), *[Shard(0)] * cuts]
+        self.group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1) if group is None else group
+        self.ranks = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        self.sizes = mesh.shape[mesh.ndim - cuts :]  # of the dimensions that cut
+        members = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
+        self._places = [(mesh.mesh == member).nonzero()[0, -cuts:].tolist() for member in members]  # of each, in the dimensions that cut
 
     def bounds(self, shape: torch.Size, rank: int | None = None) -> tuple[int, int]:
         """First element and number of elements, of the flattened tensor, that `rank` (this one, if not said) owns."""
-        rank = self.rank if rank is None else rank
-        chunk = -(-shape[0] // self.ranks)
-        first = min(shape[0], rank * chunk)
-        last = min(shape[0], first + chunk)
+        first, last = 0, shape[0]
+        for size, place in zip(self.sizes, self._places[self.rank if rank is None else rank], strict=True):
+            chunk = -(-(last - first) // size)
+            first, last = min(last, first + place * chunk), min(last, first + (place + 1) * chunk)
         row = shape[1:].numel()
         return first * row, (last - first) * row
 
@@ -39,21 +47,35 @@ class Rows:
         row = whole.shape[1:].numel()
         return whole[start // row : (start + numel) // row] if row else whole[:0]
 
-    def gather(self, pieces: Sequence[torch.Tensor], shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Whole tensors of `shapes` in `dtype`, from everybody's pieces: one all-gather, cast before it travels. Collective."""
-        flat = [piece.to(dtype).flatten() for piece in pieces]
-        if self.ranks == 1:
-            return [piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)]
-        sizes = [[self.bounds(shape, rank)[1] for shape in shapes] for rank in range(self.ranks)]
-        widest = sum(sizes[0])  # rank 0 owns most of every tensor
-        mine = torch.zeros(widest, dtype=dtype, device=flat[0].device)
-        mine[: sum(piece.numel() for piece in flat)] = torch.cat(flat)
-        everybodys = list(torch.empty(self.ranks, widest, dtype=dtype, device=mine.device).unbind())
-        dist.all_gather(everybodys, mine, group=self.group)
-        by_rank = [torch.split(row[: sum(numels)], numels) for row, numels in zip(everybodys, sizes, strict=True)]
-        return [torch.cat([of_rank[index] for of_rank in by_rank]).view(shape) for index, shape in enumerate(shapes)]
-
     def dtensor(self, piece: torch.Tensor, shape: torch.Size) -> DTensor:
         """`piece` with its place in a tensor of `shape`; shares its storage."""
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(piece, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+
+
+@dataclass(slots=True, frozen=True)
+class Cut:
+    """A tensor, and how it is cut."""
+
+    rows: Rows
+    shape: torch.Size  # of the whole
+
+
+def gather(pieces: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    """Whole tensors, from everybody's pieces, all of one dtype and over one group of ranks: one all-gather. Collective."""
+    group, ranks = cuts[0].rows.group, cuts[0].rows.ranks
+    flat = [piece.flatten() for piece in pieces]
+    if ranks == 1:
+        return [piece.view(cut.shape) for piece, cut in zip(flat, cuts, strict=True)]
+    bounds = [[cut.rows.bounds(cut.shape, rank) for cut in cuts] for rank in range(ranks)]
+    widest = sum(numel for _, numel in bounds[0])  # rank 0 owns most of every tensor
+    mine = torch.zeros(widest, dtype=flat[0].dtype, device=flat[0].device)
+    mine[: sum(piece.numel() for piece in flat)] = torch.cat(flat)
+    everybodys = list(torch.empty(ranks, widest, dtype=mine.dtype, device=mine.device).unbind())
+    dist.all_gather(everybodys, mine, group=group)
+    by_rank = [row[: sum(sizes)].split(sizes) for row, sizes in ((r, [n for _, n in b]) for r, b in zip(everybodys, bounds, strict=True))]
+    wholes = []
+    for index, cut in enumerate(cuts):
+        in_order = sorted(range(ranks), key=lambda rank: bounds[rank][index])
+        wholes.append(torch.cat([by_rank[rank][index] for rank in in_order]).view(cut.shape))
+    return wholes

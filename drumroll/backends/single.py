@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.division import Whole
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.config import Section
 from drumroll.errors import UserError
 from drumroll.models import build
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held, held_whole
 
 
 class Config(Section):
@@ -26,7 +26,7 @@ class SinglePlacement:
     """Every parameter whole, in the one process there is."""
 
     averaged_over = 1
-    shard_group = None
+    division = Whole()
 
     def __init__(self, options: Config) -> None:
         pass
@@ -39,9 +39,6 @@ class SinglePlacement:
         scorer.cast_parameters = True
         build.materialise(scorer, ctx.device)
 
-    def held(self, parameter: nn.Parameter) -> Held:
-        return held_whole(parameter)
-
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         return scorer
 
@@ -50,24 +47,6 @@ class SinglePlacement:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return parameter.grad
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        return parameter.detach()
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return 0
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(parts)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(pieces)
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return piece
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        pass
 
     def after_forward(self) -> None:
         pass

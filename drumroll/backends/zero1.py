@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.division import Division, OwnedRows
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.replicas import all_reducing, check_replicas, share_rows
@@ -24,7 +24,6 @@ from drumroll.backends.rows import Rows
 from drumroll.config import Section
 from drumroll.models import build
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held, held_whole
 
 
 class Config(Section):
@@ -49,12 +48,9 @@ class Zero1Placement:
 
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         self._rows = Rows(init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",)))
-        self.shard_group: dist.ProcessGroup | None = self._rows.group
+        self.division: Division = OwnedRows(self._rows)
         scorer.cast_parameters = True
         build.materialise(scorer, ctx.device)
-
-    def held(self, parameter: nn.Parameter) -> Held:
-        return held_whole(parameter)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         check_replicas(scorer, ctx.device)
@@ -72,25 +68,6 @@ class Zero1Placement:
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return None if parameter.grad is None else self._rows.dtensor(self._rows.cut(parameter.grad), parameter.shape)
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._rows.cut(parameter.detach())
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return self._rows.bounds(parameter.shape)[0]
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(parts)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return self._rows.dtensor(piece, parameter.shape)
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        if not parameter.requires_grad:
-            share_rows(self._rows, [parameter])  # `after_update` leaves it alone
 
     def after_forward(self) -> None:
         pass

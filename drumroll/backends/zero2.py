@@ -21,15 +21,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from drumroll.backends.base import ModelSpec, RankContext
+from drumroll.backends.buckets import buckets
+from drumroll.backends.division import Division, OwnedRows
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint
-from drumroll.backends.replicas import buckets, check_replicas, share_rows
+from drumroll.backends.replicas import check_replicas, share_rows
 from drumroll.backends.rows import Rows
 from drumroll.config import Section
 from drumroll.errors import RunError
 from drumroll.models import build
 from drumroll.models.scorer import Scorer
-from drumroll.models.stream import Held, held_whole
 
 # torch 2.11 has the old name only; later ones warn of it.
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -148,7 +149,7 @@ class Reducer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], rows: Rows, bucket_bytes: float) -> None:
         self._group = rows.group
-        self._buckets = [Bucket(bucket, rows) for bucket in buckets(_order(parameters), bucket_bytes)]
+        self._buckets = [Bucket(bucket, rows) for bucket in buckets(_order(parameters), lambda p: p.nbytes, bucket_bytes)]
         self._places: dict[torch.Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index) for bucket in self._buckets for index, parameter in enumerate(bucket.parameters)
         }
@@ -247,12 +248,9 @@ class Zero2Placement:
 
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         self._rows = Rows(init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",)))
-        self.shard_group: dist.ProcessGroup | None = self._rows.group
+        self.division: Division = OwnedRows(self._rows)
         scorer.cast_parameters = True
         build.materialise(scorer, ctx.device)
-
-    def held(self, parameter: nn.Parameter) -> Held:
-        return held_whole(parameter)
 
     def wrap(self, scorer: Scorer, ctx: RankContext) -> nn.Module:
         check_replicas(scorer, ctx.device)
@@ -266,25 +264,6 @@ class Zero2Placement:
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         piece = self._reducer.gradient(parameter)
         return None if piece is None else self._rows.dtensor(piece, parameter.shape)
-
-    def piece(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._rows.cut(parameter.detach())
-
-    def start(self, parameter: nn.Parameter) -> int:
-        return self._rows.bounds(parameter.shape)[0]
-
-    def whole(self, parameters: Sequence[nn.Parameter], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(parts)
-
-    def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._rows.gather(pieces, [parameter.shape for parameter in parameters], torch.float32)
-
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        return self._rows.dtensor(piece, parameter.shape)
-
-    def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
-        if not parameter.requires_grad:
-            share_rows(self._rows, [parameter])  # `after_update` leaves it alone
 
     def after_forward(self) -> None:
         pass

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -20,6 +21,13 @@ _FIELD = "router_logits"
 _TRAINED_WITH = "router_aux_loss_coef"
 _ALIGNMENT = 16  # bytes
 _BETWEEN = "grouped_mm_between_graphs"  # of the experts' computation, among those of transformers
+GROUPED = ("grouped_mm", _BETWEEN)  # ways of computing experts, by name
+
+
+def expert_modules(hf: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold the experts of a layer, all of them in each of their parameters: [experts, ...]."""
+    counting = (module for module in hf.modules() if "num_experts" in vars(module))
+    return [module for module in counting if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))]
 
 
 def choose_kernel(hf: PreTrainedModel, dtype: torch.dtype, compiled: bool = False) -> None:

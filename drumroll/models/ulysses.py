@@ -3,7 +3,7 @@
 [Note: ulysses] Every rank brings its own micro-batch, as it would alone, and gets the outputs of its own targets; in between
     - `gather`: the group's micro-batches become one packed row, of which each rank takes a slice of equal length (`layout.cut`);
     - embedding, norms, MLPs and head see the slice only, so that what they keep for backward is one over the ranks;
-    - attention changes slices of tokens for shares of heads and back (`_Exchange`), and runs sequence by sequence in between;
+    - attention changes slices of tokens for shares of heads and back (`exchange`), and runs sequence by sequence in between;
     - `Group.bring_home`: outputs go from the rank that made them to the rank whose targets they are.
 So a loss sees whole sequences, each on one rank, and losses, statistics and gradients add up over ranks as they do without a group.
 Gradients flow back through the same exchanges. All of it is collective: every rank makes the same calls, one without a sample too.
@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from drumroll.errors import UserError
+from drumroll.models.exchange import exchange
 from drumroll.types import MicroBatch
 
 _NAME = "ulysses"  # of the attention, among those of transformers
@@ -116,34 +117,15 @@ def _tokens_for_heads(operands: Sequence[torch.Tensor], ranks: int, group: dist.
     """[1, K, C, D] each, all heads of this rank's tokens -> [T, h, D] each, this rank's heads of all tokens. One exchange for all."""
     by_rank = [operand[0].unflatten(0, (ranks, -1)).transpose(1, 2) for operand in operands]  # [P, C, h, D]
     sent = torch.cat([tensor.flatten(2) for tensor in by_rank], dim=-1)
-    got = _exchange(sent, group).flatten(0, 1)
+    got = exchange(sent, group).flatten(0, 1)
     parts = got.split([tensor.shape[2] * tensor.shape[3] for tensor in by_rank], dim=-1)
     return [part.unflatten(-1, tensor.shape[2:]) for part, tensor in zip(parts, by_rank, strict=True)]
 
 
 def _heads_for_tokens(output_ThD: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
     """[T, h, D], this rank's heads of all tokens -> [C, K, D], all heads of this rank's tokens."""
-    got_PChD = _exchange(output_ThD.unflatten(0, (ranks, -1)), group)
+    got_PChD = exchange(output_ThD.unflatten(0, (ranks, -1)), group)
     return got_PChD.transpose(0, 1).flatten(1, 2)
-
-
-def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup, send: Sequence[int] = (), receive: Sequence[int] = ()) -> torch.Tensor:
-    """Rows of `tensor` in turn to the ranks of the group, and those that they send here; without counts as many from each as to each."""
-    got: torch.Tensor = _Exchange.apply(tensor, group, list(send), list(receive))  # type: ignore[no-untyped-call]
-    return got
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]) -> torch.Tensor:
-        ctx.back = group, receive, send
-        got = tensor.new_empty((sum(receive) if receive else len(tensor), *tensor.shape[1:]))
-        dist.all_to_all_single(got, tensor.contiguous(), receive or None, send or None, group=group)
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _exchange(grads[0], *ctx.back), None, None, None
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,7 +170,7 @@ def bring_home(values: torch.Tensor, made: Sequence[int], owned: Sequence[int], 
     made, owned: how many of the row's targets, in its order, each rank's slice predicts, and how many each rank owns.
     """
     me = dist.get_rank(group)
-    return _exchange(values, group, overlaps(made, owned)[me], overlaps(owned, made)[me])
+    return exchange(values, group, overlaps(made, owned)[me], overlaps(owned, made)[me])
 
 
 def overlaps(of: Sequence[int], by: Sequence[int]) -> list[list[int]]:

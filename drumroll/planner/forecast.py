@@ -19,6 +19,7 @@ from drumroll.backends.footprint import Footprint
 from drumroll.config import RunConfig
 from drumroll.engines.base import Demand, Foreseen, Holding
 from drumroll.errors import UserError
+from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
 from drumroll.planner import state as states
 from drumroll.planner.phases import Phase, Scene, gathered_elements, phases
@@ -74,10 +75,21 @@ def training_scene(
         dtype=spec.compute_dtype,
         state=states.state(tensors, footprint, optim),
         buffers=sum(buffer.nbytes for buffer in scorer.buffers()),
-        trace=_traced(spec, batch, device, footprint.gathering is None),
+        trace=_traced(spec, batch, device, footprint.gathering is None, footprint.experts),
         micros=micros,
         unit_elements=gathered_elements(tensors, footprint),
+        travelling=_travelling(scorer, batch, footprint.experts) * spec.compute_dtype.itemsize,
+        recomputed=spec.checkpointing != "none",
     )
+
+
+def _travelling(scorer: Scorer, batch: Batch, expert_ranks: int) -> int:
+    """Numbers that a rank sends for one pass of a micro-batch through experts on other ranks, to them and back."""
+    if expert_ranks == 1:
+        return 0
+    config = scorer.hf.config.get_text_config()
+    rows = batch.tokens * int(config.num_experts_per_tok) * len(expert_modules(scorer.hf))
+    return 2 * rows * int(config.hidden_size) * (expert_ranks - 1) // expert_ranks
 
 
 def forecast(config: RunConfig, folder: Path) -> Forecast:
@@ -161,9 +173,9 @@ def _built(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
 
 
 @lru_cache(maxsize=32)
-def _traced(spec: ModelSpec, batch: Batch, device: torch.device, cast: bool) -> Trace:
+def _traced(spec: ModelSpec, batch: Batch, device: torch.device, cast: bool, expert_ranks: int) -> Trace:
     """A model of its own: tracing may leave it in another dtype."""
-    mode, scorer = build_fake(spec)
+    mode, scorer = build_fake(spec, expert_ranks)
     try:
         return trace(mode, scorer, batch, device, cast=cast)
     except Exception as error:  # fault boundary: the model's own code, which may ask for values that fake tensors do not have

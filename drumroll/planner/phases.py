@@ -77,6 +77,8 @@ class Scene:
     take_turns: bool = False
     checkpoints: bool = False
     unit_elements: dict[int, int] = field(default_factory=dict)  # unit -> elements once gathered, padding included
+    travelling: int = 0  # bytes sent for one pass of a micro-batch through experts on other ranks, to them and back
+    recomputed: bool = False  # blocks compute again in backward
 
     @property
     def itemsize(self) -> int:
@@ -226,7 +228,7 @@ def _before_backward(scene: Scene) -> Terms:
     """Gradients while forward runs: those of earlier micro-batches."""
     footprint, state = scene.footprint, scene.state
     if scene.micros > 1 and not footprint.every_micro and (footprint.gradient > 1 or footprint.gathering is not None):
-        return {UNREDUCED: 4 * states.count(t for t in scene.tensors if t.trained)}
+        return {UNREDUCED: 4 * sum(t.gathered for t in scene.tensors if t.trained)}
     return {GRADIENTS: state.gradient if scene.micros > 1 or footprint.gradients_stay else 0}
 
 
@@ -258,7 +260,7 @@ def _reduced(scene: Scene, segment: Segment) -> int:
 
 def _unit_gradients(scene: Scene, units: Sequence[int]) -> int:
     """Whole gradients of units, in the dtype of the computation."""
-    return scene.itemsize * states.count(t for t in scene.tensors if t.trained and t.unit in units)
+    return scene.itemsize * sum(t.gathered for t in scene.tensors if t.trained and t.unit in units)
 
 
 def _reduction(scene: Scene, units: Sequence[int]) -> int:

@@ -12,7 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drumroll.backends import optim as optimizers
 from drumroll.backends.base import OptimSpec
+from drumroll.backends.buckets import buckets
 from drumroll.backends.footprint import Footprint
+from drumroll.models import dispatch
+from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
 from drumroll.planner.trace import Live
 
@@ -30,14 +33,20 @@ class Stored:
     block: int  # index of its transformer block, or OUTSIDE
     unit: int  # index of what it is gathered with, or OUTSIDE: the root
     head: bool = False  # the language-model head's: its gradient is the first that backward makes
+    apart: int = 1  # of so many groups of ranks each has its own rows: those of experts that are shared
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
+    @property
+    def gathered(self) -> int:
+        """Elements of what a rank ever has whole."""
+        return self.numel // self.apart
+
     def rows(self, ranks: int) -> int:
         """Elements of the largest piece, when cut by rows over `ranks`."""
-        return -(-self.shape[0] // ranks) * self.shape[1:].numel() if self.shape else 1
+        return -(-self.shape[0] // self.apart // (ranks // self.apart)) * self.shape[1:].numel() if self.shape else 1
 
 
 def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
@@ -46,6 +55,7 @@ def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
     units = footprint.gathering.units(scorer) if footprint.gathering is not None else ()
     unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
     head = {id(p) for p in scorer.head.parameters()}
+    shared = _shared(scorer, footprint)
     return [
         Stored(
             name=scorer.hf_name(name),
@@ -55,9 +65,18 @@ def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
             block=block_of.get(id(p), OUTSIDE),
             unit=unit_of.get(id(p), OUTSIDE),
             head=id(p) in head,
+            apart=footprint.experts if id(p) in shared else 1,
         )
         for name, p in scorer.named_parameters()
     ]
+
+
+def _shared(scorer: Scorer, footprint: Footprint) -> set[int]:
+    """Parameters of which groups of ranks have rows of their own, by id. Raises UserError for a model without any."""
+    if footprint.experts == 1:
+        return set()
+    dispatch.check(scorer.hf, footprint.experts)
+    return {id(p) for module in expert_modules(scorer.hf) for p in module.parameters(recurse=False)}
 
 
 def share(tensors: Iterable[Stored], ranks: int, footprint: Footprint) -> int:
@@ -155,17 +174,15 @@ def _kept(optimizer: optimizers.Optimizer) -> list[torch.Tensor]:
 
 def largest(tensors: Sequence[Stored], limit: int, itemsize: int) -> int:
     """Bytes of the largest of the buckets of consecutive tensors, at most `limit` bytes each, or one larger tensor alone."""
-    most = bucket = 0
-    for tensor in tensors:
-        size = tensor.numel * itemsize
-        bucket = bucket + size if bucket and bucket + size <= limit else size
-        most = max(most, bucket)
-    return most
+    sizes = [tensor.numel * itemsize for tensor in tensors]
+    return max((sum(bucket) for bucket in buckets(sizes, lambda size: size, limit)), default=0)
 
 
 def padded(tensors: Iterable[Stored], ranks: int, footprint: Footprint) -> int:
     """Elements of the gathered tensors, padding included."""
-    return ranks * share(list(tensors), ranks, footprint)
+    if footprint.flat:
+        return ranks * share(list(tensors), ranks, footprint)
+    return sum(ranks // tensor.apart * tensor.rows(ranks) for tensor in tensors)
 
 
 def count(tensors: Iterable[Stored]) -> int:

@@ -26,7 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drumroll.backends.base import ModelSpec
-from drumroll.models import build
+from drumroll.models import build, dispatch
+from drumroll.models.dispatch import Trip
 from drumroll.models.head import chunk_rows
 from drumroll.models.scorer import Scorer
 from drumroll.types import MicroBatch
@@ -113,8 +114,34 @@ def _grouped(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor, *args:
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
 
 
-def build_fake(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
-    """The model of `spec`, its parameters as they are stored, on fake tensors. Raises UserError as `build.build` does."""
+@dataclass(slots=True, frozen=True)
+class _EvenTrip:
+    """As many rows come as leave, in memory of their own."""
+
+    expert_R: torch.Tensor
+
+    def there(self, rows_SH: torch.Tensor) -> torch.Tensor:
+        return rows_SH.clone()
+
+    def back(self, rows_RH: torch.Tensor) -> torch.Tensor:
+        return rows_RH.clone()
+
+
+@dataclass(slots=True, frozen=True)
+class _EvenRoads:
+    """Between ranks that share experts, where all are chosen equally often. Nothing is sent."""
+
+    ranks: int
+
+    def trip(self, expert_S: torch.Tensor, here: int) -> Trip:
+        return _EvenTrip(expert_S % here)
+
+
+def build_fake(spec: ModelSpec, expert_ranks: int = 1) -> tuple[FakeTensorMode, Scorer]:
+    """The model of `spec`, its parameters as they are stored, on fake tensors. Raises UserError as `build.build` does.
+
+    `expert_ranks`: that share the experts of every layer; of these it has one rank's.
+    """
     scorer = build.build(replace(spec, compile=False, attention=_attention(spec)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {}  # by the id of what they stand for: tied weights stay one
@@ -124,6 +151,8 @@ def build_fake(spec: ModelSpec) -> tuple[FakeTensorMode, Scorer]:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         tensors[name] = fakes.setdefault(id(tensor), _fake(tensor))  # type: ignore[assignment]
+        if expert_ranks > 1:
+            dispatch.install(scorer.hf, _EvenRoads(expert_ranks))
     return mode, scorer
 
 

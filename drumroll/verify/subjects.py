@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from drumroll.backends.base import ModelSpec
 from drumroll.models.build import build, parameter_names
+from drumroll.models.experts import expert_modules
 from drumroll.models.fused import file_tensors
 from drumroll.models.locate import locate
 
@@ -32,8 +33,8 @@ _SIZES: dict[str, Any] = {
     "attention_dropout": 0.2,
     "attention_bias": True,
 }
-# 7 experts do not divide by the ranks either, and 2 a token leave some without any in a small batch.
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# 6 experts can be shared by 2 ranks or 3 and divide by 4 no more than the rest; 2 a token leave some without any in a small batch.
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _FAMILIES: dict[str, Callable[[bool], PreTrainedConfig]] = {
     "qwen3 experts": lambda tied: Qwen3MoeConfig(**_SIZES, **_EXPERTS, tie_word_embeddings=tied),
     "llama": lambda tied: LlamaConfig(**_SIZES, tie_word_embeddings=tied),
@@ -50,6 +51,7 @@ class Subject:
     vocab: int
     tied: bool  # head and input embedding are one parameter
     embedding: str  # HF name of the input embedding
+    experts: bool  # a mixture of experts
     shapes: Mapping[tuple[str, ...], tuple[int, ...]]  # of every parameter, by its HF names: a tied one has several
 
     def trained(self, patterns: Sequence[str]) -> list[tuple[int, ...]]:
@@ -84,6 +86,7 @@ def describe(name: str, folder: Path) -> Subject:
         vocab=len(embedding),
         tied=scorer.tied,
         embedding=names[embedding][0],
+        experts=bool(expert_modules(scorer.hf)),
         shapes={tuple(aliases): tuple(parameter.shape) for parameter, aliases in names.items()},
     )
 

@@ -33,6 +33,7 @@ class Variant:
     scenarios: tuple[Scenario, ...] = (Probe.train,)
     splits: tuple[Split, ...] = SPLITS[1::2]  # that it trains on
     one_model: bool = False  # an untied one, where there is one; else that and a tied one
+    experts: bool = False  # it changes mixtures of experts alone, and runs on one
     ranks: int | None = None  # None: as many as asked for
     patience: int = 1  # times the usual limit for a scenario
     rounds: bool = False  # judged by the bounds of bfloat16 whatever the compute dtype
@@ -62,13 +63,17 @@ COMMON = (
 
 
 def of_options(config: type[BaseModel]) -> list[Variant]:
-    """A backend's own options, one at a time: booleans, Literals, and whatever a field gives as `examples`."""
+    """A backend's own options, one at a time: booleans, Literals, and whatever a field gives as `examples`.
+
+    A field whose `json_schema_extra` says `verify_on: experts` is verified on a mixture of experts.
+    """
     return [
         Variant(
             name=f"{name}={_told(value)}",
             options={name: value},
             scenarios=(Probe.train, Probe.memory, Probe.checkpoint),
             rounds=value in _LOW_PRECISION if isinstance(value, str) else False,
+            experts=isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("verify_on") == "experts",
         )
         for name, info in config.model_fields.items()
         for value in [*_few(info.annotation), *(info.examples or ())]

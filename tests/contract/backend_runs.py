@@ -153,5 +153,6 @@ def plain_gradients(folder: Path, samples: Sequence[TrainSample]) -> tuple[dict[
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
-    return float((found - expected).norm() / expected.norm())
+    """Norm of the difference over the norm of what is expected; 0 where there is no difference."""
+    gap = (found - expected).norm()
+    return float(gap / expected.norm()) if gap else 0.0

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumroll.backends import fsdp1
+from drumroll.backends import fsdp1, spans
 from drumroll.backends.base import Checkpointing, LoraSpec, ModelSpec, OptimSpec, RankContext
-from drumroll.backends.fsdp1 import Run, Span
+from drumroll.backends.spans import Run, Span
 from drumroll.errors import UserError
 from drumroll.models import build
 from drumroll.packing import collate, denominators
@@ -35,7 +35,7 @@ def test_spans_and_runs_by_hand() -> None:
     """Three ranks of six elements each: [a a a . b b | b b b b b b | . . c c . .]."""
     shapes = [torch.Size(shape) for shape in ((3,), (2, 4), (1, 2))]
     padding = [False, True, False, True, False, True]
-    a, b, c = fsdp1.spans(shapes, [3, 1, 8, 2, 2, 2], padding, shard=6)
+    a, b, c = spans.spans(shapes, [3, 1, 8, 2, 2, 2], padding, shard=6)
     assert (a, b, c) == (Span(0, shapes[0], 6), Span(4, shapes[1], 6), Span(14, shapes[2], 6))
     assert [[span.held(rank) for rank in range(3)] for span in (a, b, c)] == [
         [(0, 3), (3, 0), (3, 0)],
@@ -45,8 +45,8 @@ def test_spans_and_runs_by_hand() -> None:
     assert [span.in_shard(rank) for span, rank in ((a, 0), (b, 0), (b, 1), (c, 2), (a, 2))] == [
         slice(0, 3), slice(4, 6), slice(0, 6), slice(2, 4), slice(0, 0),
     ]  # fmt: skip
-    assert fsdp1.runs([a, b, c]) == [Run(0, 0, 5), Run(1, 5, 11), Run(2, 11, 13)]
-    assert fsdp1.runs([c, b, a]) == [Run(2, 0, 2), Run(0, 2, 4), Run(1, 4, 10), Run(0, 10, 13)]
+    assert spans.runs([a, b, c]) == [Run(0, 0, 5), Run(1, 5, 11), Run(2, 11, 13)]
+    assert spans.runs([c, b, a]) == [Run(2, 0, 2), Run(0, 2, 4), Run(1, 4, 10), Run(0, 10, 13)]
 
 
 def against_torch(rank: int, ranks: int, folder: Path) -> int:
@@ -57,10 +57,10 @@ def against_torch(rank: int, ranks: int, folder: Path) -> int:
     for unit in placement._units:
         for parameter, info in zip(unit.flat_param._params, unit.flat_param._shard_param_infos, strict=True):
             seen += 1
-            assert placement.piece(parameter).numel() == parameter.numel() == (info.numel_in_shard or 0)
+            assert placement.division.owned(parameter).local.numel() == parameter.numel() == (info.numel_in_shard or 0)
             if info.in_shard:
-                assert placement.start(parameter) == info.intra_param_start_idx
-                assert placement.piece(parameter).data_ptr() == parameter.data_ptr()
+                assert placement.division.owned(parameter).start == info.intra_param_start_idx
+                assert placement.division.owned(parameter).local.data_ptr() == parameter.data_ptr()
     assert seen == len(backend._parameters)
     return sum(parameter.numel() == 0 for parameter in placement._spans)
 

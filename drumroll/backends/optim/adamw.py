@@ -6,12 +6,13 @@ their memory is there to be measured. The arithmetic is torch's fused kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim.adamw import adamw
 
 from drumroll.backends.base import OptimSpec
+from drumroll.backends.buckets import buckets
 from drumroll.errors import RunError
 
 _STREAM_BYTES = 64 << 20  # of moments on the device at a time, where they live in host memory
@@ -44,7 +45,7 @@ class AdamW:
         if not self._spec.offload:
             self._update(self._owned, gradients, self.exp_avg, self.exp_avg_sq, lr)
             return
-        for names in self._buckets():
+        for names in buckets(self._owned, lambda name: 2 * self._pieces[name].nbytes, _STREAM_BYTES):
             exp_avg, exp_avg_sq = self._brought(self.exp_avg, names), self._brought(self.exp_avg_sq, names)
             self._update(names, gradients, exp_avg, exp_avg_sq, lr)
             torch._foreach_copy_([self.exp_avg[name] for name in names], list(exp_avg.values()))
@@ -53,16 +54,6 @@ class AdamW:
     def _brought(self, moments: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Copies on the device of the pieces."""
         return {name: moments[name].to(self._pieces[name].device, copy=True) for name in names}
-
-    def _buckets(self) -> Iterator[list[str]]:
-        bucket: list[str] = []
-        for name in self._owned:
-            if bucket and sum(2 * self._pieces[n].nbytes for n in (*bucket, name)) > _STREAM_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(name)
-        if bucket:
-            yield bucket
 
     def _update(
         self,
