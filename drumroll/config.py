@@ -79,6 +79,15 @@ class LoraConfig(Section):
         return value
 
 
+def _regular_expressions(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return patterns
+
+
 class ModelConfig(Section):
     path: str = Field(description="HF model folder, hub id, or builtin:NAME (made in code; `drumroll model list`)")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; auto: bfloat16 on a GPU, float32 on a CPU. Stored parameters that train are always float32")
@@ -92,15 +101,7 @@ class ModelConfig(Section):
     tile_mlp: int = Field(0, ge=0, description="tokens that a block's MLP works on at a time, for long sequences; 0: all")
     trust_remote_code: bool = False
 
-    @field_validator("trainable")
-    @classmethod
-    def _trainable_compiles(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return patterns
+    _patterns_compile = field_validator("trainable")(_regular_expressions)
 
     @model_validator(mode="after")
     def _adapters_or_a_part_of_the_model(self) -> ModelConfig:
@@ -219,7 +220,19 @@ class KLConfig(Section):
 
     coef: float | None = Field(None, ge=0, description="0: no reference model is held")
     estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="Schulman 2020; k1 only in the reward: as a loss its expected gradient is 0")
-    where: Literal["loss", "reward"] | None = Field(None, description="a term of the loss, or subtracted from each sample's reward before advantages")
+    where: Literal["loss", "reward"] | None = Field(None, description="a term of the loss, or subtracted from the rewards before advantages: from each sample's (gae: from each token's)")
+
+
+class CriticConfig(Section):
+    """The value model of an actor-critic; a field left out takes the preset's value. What is not here (schedule, betas, ...) is that of `optim`."""
+
+    path: str | None = Field(None, description="HF model folder, hub id or builtin:NAME of the body, a reward model's head with it; none: the model that the policy starts from, under a fresh head")
+    trainable: tuple[str, ...] = Field((), description="regular expressions over HF parameter names of the critic; its head always trains; empty: all parameters train")
+    lr: float | None = Field(None, gt=0, description="highest learning rate; by the schedule of `optim`")
+    warmup_steps: int | None = Field(None, ge=0, description="steps in the beginning that train the critic alone, while the policy stays as it is")
+    value_clip: float | None = Field(None, ge=0, description="how far a value may move from what it was before the step and still have a gradient; 0: any distance")
+
+    _patterns_compile = field_validator("trainable")(_regular_expressions)
 
 
 class AlgorithmConfig(Section):
@@ -227,7 +240,9 @@ class AlgorithmConfig(Section):
 
     name: str
     group_size: Positive | None = Field(None, description="samples a prompt")
-    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"] | None = None
+    advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw", "gae"] | None = Field(None, description="from rewards alone, one a sample; gae: from a critic's values, one a token, whitened over the batch")
+    gamma: float | None = Field(None, gt=0, le=1, description="gae: discount a token")
+    lam: float | None = Field(None, ge=0, le=1, description="gae: weight of later rewards against the critic's values; 1: the returns themselves")
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = None
     clip_low: float | None = Field(None, ge=0, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
     clip_high: float | None = Field(None, ge=0)
@@ -237,6 +252,7 @@ class AlgorithmConfig(Section):
     constant_length: Positive | None = Field(None, description="tokens; the divisor of aggregate: constant; none: rollout.max_tokens")
     entropy_coef: float | None = None
     kl: KLConfig | None = None
+    critic: CriticConfig | None = Field(None, description="the value model that advantage: gae trains beside the policy")
     minibatches: Positive | None = Field(None, description="optimizer steps a rollout batch and epoch")
     epochs: Positive | None = Field(None, description="passes over a rollout batch")
     old_logprobs: Literal["auto", "engine", "recompute"] | None = None

@@ -95,6 +95,8 @@ def collate(samples: Sequence[TrainSample], device: torch.device | str = "cpu") 
         engine_logprobs=_per_target([sample.engine_logprobs for sample in samples], positions, "engine_logprobs", device),
         old_logprobs=_per_target([sample.old_logprobs for sample in samples], positions, "old_logprobs", device),
         ref_logprobs=_per_target([sample.ref_logprobs for sample in samples], positions, "ref_logprobs", device),
+        values=_per_target([sample.values for sample in samples], positions, "values", device),
+        returns=_per_target([sample.returns for sample in samples], positions, "returns", device),
     )
 
 

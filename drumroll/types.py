@@ -63,6 +63,8 @@ class TrainSample:
     engine_logprobs: np.ndarray | None = None  # float32 [N], from the sampler
     old_logprobs: np.ndarray | None = None  # float32 [N], from the trainer before the first optimizer step of the batch
     ref_logprobs: np.ndarray | None = None  # float32 [N], from the frozen reference
+    values: np.ndarray | None = None  # float32 [N], the critic's before the first optimizer step: of the state before each target
+    returns: np.ndarray | None = None  # float32 [N], what the critic is to learn
     group_id: int = -1
     index: int = -1  # sample index within its group
 
@@ -93,15 +95,17 @@ class MicroBatch:
     engine_logprobs: torch.Tensor | None = None  # float32 [N]
     old_logprobs: torch.Tensor | None = None  # float32 [N]
     ref_logprobs: torch.Tensor | None = None  # float32 [N]
+    values: torch.Tensor | None = None  # float32 [N]
+    returns: torch.Tensor | None = None  # float32 [N]
 
 
 @dataclass(slots=True)
 class TokenOutputs:
     """What a backend says about each target token of a micro-batch; the loss sees nothing else of the model."""
 
-    logprobs: torch.Tensor  # float32 [N], natural log, at the configured temperature
+    logprobs: torch.Tensor | None = None  # float32 [N], natural log, at the configured temperature; None from a value head
     entropy: torch.Tensor | None = None  # float32 [N], nats
-    values: torch.Tensor | None = None  # float32 [N], from a value head
+    values: torch.Tensor | None = None  # float32 [N], from a value head: of the state before each target
     balance: torch.Tensor | None = None  # float32 [S], with graph: how unevenly routers use their experts, 1 at best (models/experts.py)
 
 

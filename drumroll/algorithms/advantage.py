@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-AdvantageKind = Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"]
+RewardKind = Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw"]  # from the rewards alone: `compute`
+AdvantageKind = RewardKind | Literal["gae"]  # `gae`: from a critic's values too, one a token
 Rewards = Sequence[Sequence[float | None]]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -26,7 +27,7 @@ EPS = 1e-6
 GROUP_KINDS: tuple[AdvantageKind, ...] = ("group", "group_mean", "leave_one_out", "group_mean_batch_std")
 
 
-def compute(kind: AdvantageKind, rewards: Rewards) -> list[list[float]]:
+def compute(kind: RewardKind, rewards: Rewards) -> list[list[float]]:
     """Advantage of every sample, in the shape of `rewards`.
 
     group                 (r - mean) / (std + 1e-6) in the group, std unbiased    GRPO, Shao et al. 2024, section 4.1.2
@@ -99,7 +100,7 @@ def gae(rewards_BT: Floats, values_BT: Floats, mask_BT: Bools, gamma: float, lam
     return advantages, advantages + values_BT
 
 
-_IN_GROUP: dict[AdvantageKind, Callable[[Floats], Floats]] = {"group": standardise, "group_mean": centre, "leave_one_out": leave_one_out}
+_IN_GROUP: dict[RewardKind, Callable[[Floats], Floats]] = {"group": standardise, "group_mean": centre, "leave_one_out": leave_one_out}
 
 
 def _scatter(fn: Callable[[Floats], Floats], rewards: Floats, mask: Bools) -> Floats:

@@ -79,21 +79,21 @@ def rl_loss(
     slightly other numbers than the trainer's (truncated importance sampling, Yao et al. 2025).
     Raises RunError when an input that an option needs is missing.
     """
-    logprobs = outputs.logprobs
-    advantages = _needed(micro.advantages, "advantages")
+    logprobs = needed(outputs.logprobs, "log-probs (ModelSpec.head)")
+    advantages = needed(micro.advantages, "advantages")
     trainer_old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-    old = _needed(micro.engine_logprobs, "engine_logprobs (old_logprobs: engine)") if old_from_engine else trainer_old
+    old = needed(micro.engine_logprobs, "engine_logprobs (old_logprobs: engine)") if old_from_engine else trainer_old
     objective = policy(logprobs, old, advantages, micro.target_lengths)
     terms = objective.terms
     if importance_cap is not None:
-        engine = _needed(micro.engine_logprobs, "engine_logprobs (importance_cap)")
+        engine = needed(micro.engine_logprobs, "engine_logprobs (importance_cap)")
         terms = terms * (old - engine).clamp(max=MAX_LOG_RATIO).exp().clamp(max=importance_cap)
     if kl_coef:
-        terms = terms + kl_coef * kl.estimate(kl_estimator, logprobs, _needed(micro.ref_logprobs, "ref_logprobs (kl.coef > 0)"))
+        terms = terms + kl_coef * kl.estimate(kl_estimator, logprobs, needed(micro.ref_logprobs, "ref_logprobs (kl.coef > 0)"))
     if entropy_coef:
-        terms = terms - entropy_coef * _needed(outputs.entropy, "entropy (entropy_coef)")
+        terms = terms - entropy_coef * needed(outputs.entropy, "entropy (entropy_coef)")
     weighted = weights(micro.target_lengths, logprobs.shape[0], denominators, logprobs.dtype) * terms
-    stats = _token_stats(outputs, weighted) | _policy_stats(logprobs.detach(), old, advantages, objective)
+    stats = _token_stats(logprobs, outputs.entropy, weighted) | _policy_stats(logprobs.detach(), old, advantages, objective)
     if micro.ref_logprobs is not None:
         stats["kl_ref"] = kl.k3(logprobs.detach(), micro.ref_logprobs)
     if micro.engine_logprobs is not None:
@@ -104,15 +104,15 @@ def rl_loss(
 
 def sft_loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators) -> LossOutput:
     """Negative log-likelihood, mean over all target tokens of the step."""
-    logprobs = outputs.logprobs
+    logprobs = needed(outputs.logprobs, "log-probs (ModelSpec.head)")
     weighted = -logprobs * token_mean(micro.target_lengths, logprobs.shape[0], denominators, logprobs.dtype)
-    return LossOutput(weighted.sum(), _token_stats(outputs, weighted))
+    return LossOutput(weighted.sum(), _token_stats(logprobs, outputs.entropy, weighted))
 
 
 def balanced(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators, *, loss: LossFn, coef: float) -> LossOutput:
     """`loss` + coef * mean over the step's sequences of how unevenly their tokens are routed to experts (see `models/experts.py`)."""
     result = loss(outputs, micro, denominators)
-    balance_S = _needed(outputs.balance, "the routers' balance (ModelSpec.balance)")[micro.target_lengths > 0]
+    balance_S = needed(outputs.balance, "the routers' balance (ModelSpec.balance)")[micro.target_lengths > 0]
     total = result.loss + coef * balance_S.sum() / max(denominators.sequences, 1)
     return LossOutput(total, result.stats | {"router_balance": balance_S.detach()})
 
@@ -229,16 +229,17 @@ def _spread(values_S: torch.Tensor, target_lengths: torch.Tensor, n: int) -> tor
     return torch.repeat_interleave(values_S, target_lengths, output_size=n)
 
 
-def _needed(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
+def needed(tensor: torch.Tensor | None, what: str) -> torch.Tensor:
+    """`tensor`. Raises RunError naming `what` when there is none."""
     if tensor is None:
         raise RunError(f"the loss needs {what} of every token, and the micro-batch has none")
     return tensor
 
 
-def _token_stats(outputs: TokenOutputs, weighted: torch.Tensor) -> dict[str, torch.Tensor]:
-    stats = {"logprob": outputs.logprobs.detach(), "loss_abs": weighted.detach().abs()}
-    if outputs.entropy is not None:
-        stats["entropy"] = outputs.entropy.detach()
+def _token_stats(logprobs: torch.Tensor, entropy: torch.Tensor | None, weighted: torch.Tensor) -> dict[str, torch.Tensor]:
+    stats = {"logprob": logprobs.detach(), "loss_abs": weighted.detach().abs()}
+    if entropy is not None:
+        stats["entropy"] = entropy.detach()
     return stats
 
 

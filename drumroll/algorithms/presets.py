@@ -2,7 +2,7 @@
 
 A preset holds what its paper says about the estimator and the loss. Sizes (group size, mini-batches) are the paper's where they belong to
 the method, else small defaults. The KL coefficient is the paper's where it gives one for the method (GRPO); elsewhere it is 0, and only
-the place and the estimator are the paper's: set `algorithm.kl.coef` to switch it on. No preset trains a critic.
+the place and the estimator are the paper's: set `algorithm.kl.coef` to switch it on. Advantages of the kind `gae` take a critic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Literal
 from drumroll.algorithms.advantage import GROUP_KINDS, AdvantageKind
 from drumroll.algorithms.kl import Estimator
 from drumroll.algorithms.loss import Aggregate, PolicyLoss, policy_objective, rl_loss, token_weights
-from drumroll.config import AlgorithmConfig, KLConfig
+from drumroll.algorithms.value import value_loss
+from drumroll.config import AlgorithmConfig, CriticConfig, KLConfig
 from drumroll.errors import UserError
 from drumroll.types import LossFn
 
@@ -28,6 +29,21 @@ class KL:
     coef: float = 0.0
     estimator: Estimator = "k3"
     where: Literal["loss", "reward"] = "loss"
+
+
+@dataclass(slots=True, frozen=True)
+class CriticSettings:
+    """Of the value model; see `drumroll.config.CriticConfig`."""
+
+    path: str | None = None
+    trainable: tuple[str, ...] = ()
+    lr: float = 1e-5
+    warmup_steps: int = 0
+    value_clip: float = 0.2  # Ziegler et al. 2019, public code: cliprange_value
+
+    def loss(self) -> LossFn:
+        """The loss with its clip bound; picklable."""
+        return partial(value_loss, clip=self.value_clip or None)
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +61,10 @@ class Algorithm:
     importance_cap: float | None = None
     constant_length: int = 0  # 0 in a preset only: resolved to the longest response
     entropy_coef: float = 0.0
+    gamma: float = 1.0
+    lam: float = 0.95
     kl: KL = KL()
+    critic: CriticSettings = CriticSettings()
     minibatches: int = 1
     epochs: int = 1
     old_logprobs: Literal["auto", "engine", "recompute"] = "auto"
@@ -63,6 +82,15 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether log-probs of the frozen reference are read."""
         return self.kl.coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.advantage == "gae"
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether a step, counted from 1, trains the policy: the first ones may be the critic's alone."""
+        return not self.needs_critic or step > self.critic.warmup_steps
 
     @property
     def kl_in_reward(self) -> bool:
@@ -124,9 +152,10 @@ GSPO = Algorithm("gspo", "group", "gspo", "sequence_mean_token_mean", clip_low=3
 # bound: 5 is what ScaleRL (Khatri et al. 2025) reports as robust.
 CISPO = Algorithm("cispo", "group", "cispo", "token_mean", clip_low=1.0, clip_high=4.0)
 
-# PPO-clip with dual clip (Schulman et al. 2017; Ye et al. 2020, c = 3) without a critic: the advantage is the reward whitened over the
-# batch, the same for all tokens of a response. It is not actor-critic PPO: no value function, no GAE.
-PPO = Algorithm("ppo", "batch", "ppo", "token_mean", group_size=1, dual_clip=3.0, minibatches=4)
+# PPO (Schulman et al. 2017) as language models are trained with it (Ziegler et al. 2019; Ouyang et al. 2022): a critic beside the policy,
+# GAE over tokens, advantages whitened over the batch, the reward on the last token, k1 KL subtracted token by token. gamma 1, lambda 0.95
+# and clips of 0.2 on ratio and value are those of Ziegler's public code (lm-human-preferences).
+PPO = Algorithm("ppo", "gae", "ppo", "token_mean", group_size=1, minibatches=4, kl=KL(0.0, "k1", "reward"))
 
 PRESETS: dict[str, Algorithm] = {
     a.name: a for a in (GRPO, DR_GRPO, DAPO, RLOO, REINFORCE, REINFORCE_PP, REINFORCE_PP_BASELINE, GSPO, CISPO, PPO)
@@ -143,14 +172,14 @@ def resolve(config: AlgorithmConfig, max_tokens: int) -> Algorithm:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"algorithm.name: unknown preset {config.name!r}: expected one of {', '.join(PRESETS)}{hint}")
     preset = PRESETS[config.name]
-    given = config.model_dump(exclude_none=True, exclude={"name", "kl"})
-    algorithm = replace(preset, **given, kl=_resolve_kl(preset.kl, config.kl))
+    given = config.model_dump(exclude_none=True, exclude={"name", "kl", "critic"})
+    algorithm = replace(preset, **given, kl=_resolve_kl(preset.kl, config.kl), critic=_resolve_critic(preset.critic, config.critic))
     algorithm = replace(
         algorithm,
         constant_length=algorithm.constant_length or max_tokens,
         overlong_buffer=algorithm.overlong_buffer or max(1, max_tokens // 5),
     )
-    faults = [*_unread(algorithm, given, config.kl), *_contradictions(algorithm, max_tokens)]
+    faults = [*_unread(algorithm, given, config), *_contradictions(algorithm, max_tokens)]
     if faults:
         raise UserError("\n".join(f"algorithm.{fault}" for fault in faults))
     return algorithm
@@ -160,19 +189,28 @@ def _resolve_kl(preset: KL, config: KLConfig | None) -> KL:
     return preset if config is None else replace(preset, **config.model_dump(exclude_none=True))
 
 
-def _unread(algorithm: Algorithm, given: dict[str, Any], kl: KLConfig | None) -> Sequence[str]:
+def _resolve_critic(preset: CriticSettings, config: CriticConfig | None) -> CriticSettings:
+    return preset if config is None else replace(preset, **config.model_dump(exclude_none=True))
+
+
+def _unread(algorithm: Algorithm, given: dict[str, Any], config: AlgorithmConfig) -> Sequence[str]:
     """Keys that the user set and the resolved algorithm ignores, with what would make it read them."""
     clips = algorithm.policy_loss != "reinforce"
     readers = {
         "clip_low": (clips, "policy_loss: reinforce does not clip"),
         "clip_high": (clips, "policy_loss: reinforce does not clip"),
         "dual_clip": (algorithm.policy_loss == "ppo", "only policy_loss: ppo reads it"),
+        "gamma": (algorithm.needs_critic, "only advantage: gae reads it"),
+        "lam": (algorithm.needs_critic, "only advantage: gae reads it"),
         "constant_length": (algorithm.aggregate == "constant", "only aggregate: constant reads it"),
         "max_draws": (algorithm.dynamic_sampling, "only dynamic_sampling: true reads it"),
         "overlong_buffer": (algorithm.overlong == "shape", "only overlong: shape reads it"),
     }
     faults = [f"{key}: {given[key]!r} is not read: {why}" for key, (read, why) in readers.items() if key in given and not read]
-    if kl is not None and kl.coef is None and not algorithm.needs_reference:
+    if config.critic is not None and config.critic.model_fields_set and not algorithm.needs_critic:
+        said = ", ".join(sorted(config.critic.model_fields_set))
+        faults.append(f"critic: {said} not read: advantage: {algorithm.advantage} has no critic; choose preset ppo, or advantage: gae")
+    if config.kl is not None and config.kl.coef is None and not algorithm.needs_reference:
         faults.append(f"kl: estimator and where are not read: kl.coef of preset {algorithm.name!r} is 0; set algorithm.kl.coef")
     return faults
 

@@ -75,6 +75,7 @@ class ModelSpec:
     compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32 (but see LoraSpec.base_dtype)
     temperature: float = 1.0  # log-probs are log_softmax(logits / temperature), as in sampling
     trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
+    head: Literal["lm", "value"] = "lm"  # "value": a number a state instead of log-probs (models/value.py); it always trains
     lora: LoraSpec | None = None  # `trainable` is then empty
     layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
     attention: str = "sdpa"  # transformers' attn_implementation
@@ -129,11 +130,21 @@ class Backend(Protocol):
         """
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
-        """Per-target log-probs (and entropy), no grad, eval mode. An empty micro-batch gives empty tensors and still communicates."""
+        """Per-target log-probs (and entropy), no grad, eval mode. An empty micro-batch gives empty tensors and still communicates.
+
+        Raises RunError for a model with a value head.
+        """
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Float32 [N], no grad, eval mode: the value of the state before each target, from a value head; else as `logprobs`.
+
+        Raises RunError for a model with a language-model head.
+        """
 
     def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
         """Accumulate the gradient of `loss` summed (not averaged) over all ranks and micro-batches.
 
+        The loss sees log-probs and entropy, or under a value head values alone.
         `last`: the final micro-batch before `step`. Returned stats are this rank's; `loss` has `sum` = this rank's share of the loss.
         """
 

@@ -55,6 +55,7 @@ class TorchBackend:
         self._sleeper = Sleeper(ctx.device)
         self._saver = state.BackgroundSaver()
         self._scorer = build.build(model)
+        self._valued = model.head == "value"
         if optim is None:
             self._scorer.requires_grad_(False)
         tensors_before = len(list(self._scorer.parameters()))
@@ -99,10 +100,22 @@ class TorchBackend:
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        if self._valued:
+            raise RunError("logprobs: this backend instance has a value head (ModelSpec.head); ask it for values")
         self._sleeper.require("logprobs", (PARAMETER,))
         outputs = self._outputs(micro, entropy)
         self._placement.after_forward()
         return outputs
+
+    @torch.no_grad()
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        if not self._valued:
+            raise RunError("values: this backend instance has a language-model head (ModelSpec.head); ask it for logprobs")
+        self._sleeper.require("values", (PARAMETER,))
+        outputs = self._outputs(micro, entropy=False)
+        self._placement.after_forward()
+        assert outputs.values is not None
+        return outputs.values
 
     def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
         if self._optimizer is None:
@@ -113,16 +126,21 @@ class TorchBackend:
             result = loss(outputs, micro, denominators)
             total = result.loss
             if len(micro.target_positions) == 0:
-                total = total + outputs.logprobs.sum()  # an empty sum: 0, but attached, so that this rank's collectives match
+                scores = outputs.values if outputs.logprobs is None else outputs.logprobs
+                assert scores is not None
+                total = total + scores.sum()  # an empty sum: 0, but attached, so that this rank's collectives match
             torch.autograd.backward(total * self._placement.averaged_over)
         return _stats(result)
 
     def _outputs(self, micro: MicroBatch, entropy: bool) -> TokenOutputs:
-        logprobs, entropies, balance = self._module(micro, entropy)
+        scores, entropies, balance = self._module(micro, entropy)
         expected = micro.target_positions.shape
-        if logprobs.dtype is not torch.float32 or logprobs.shape != expected:
-            raise RunError(f"expected float32 log-probs {tuple(expected)}, got {logprobs.dtype} {tuple(logprobs.shape)}")
-        return TokenOutputs(logprobs=logprobs, entropy=entropies if entropy else None, balance=balance)
+        if scores.dtype is not torch.float32 or scores.shape != expected:
+            what = "values" if self._valued else "log-probs"
+            raise RunError(f"expected float32 {what} {tuple(expected)}, got {scores.dtype} {tuple(scores.shape)}")
+        if self._valued:
+            return TokenOutputs(values=scores)
+        return TokenOutputs(logprobs=scores, entropy=entropies if entropy else None, balance=balance)
 
     def step(self, lr: float) -> StepResult:
         if self._optimizer is None or self._optim is None:

@@ -29,6 +29,8 @@ class DriverState:
     version: int  # weight version
     cursor: Cursor  # where the training stream stands; its `draws` is the next group_id
     records: dict[str, int] = field(default_factory=dict)  # record file -> bytes written up to this step
+    critic_applied_steps: int = 0  # of a critic, as above; 0 without one
+    critic_skips_in_a_row: int = 0
     pushes: int = 0  # weight pushes so far, and those of which every digest was right
     pushes_matched: int = 0
     seconds: float = 0.0  # wall clock of the run so far

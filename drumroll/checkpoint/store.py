@@ -49,6 +49,11 @@ class Checkpoint:
         """Parameters and optimizer state, for torch.distributed.checkpoint."""
         return self.path / "state"
 
+    @property
+    def critic(self) -> Path:
+        """The same of a critic; there only if a run has one."""
+        return self.path / "critic"
+
     def state(self) -> DriverState:
         """Raises RunError when its names are not those of today."""
         return driver.load(self.path / DRIVER_FILE)

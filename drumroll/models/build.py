@@ -17,15 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
-from drumroll.models import lora
+from drumroll.models import lora, value
 from drumroll.models.scorer import Scorer, find_blocks
 
 
 def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
     """The model of `spec.path`, tied, with `requires_grad` set; on the meta device, or on the CPU with random weights.
 
-    In float32, but below adapters in their `base_dtype`. Raises UserError for a folder without a causal language model, an attention that
-    the model lacks, a `trainable` pattern that matches nothing, or adapters that cannot be.
+    In float32, but below adapters in their `base_dtype`. A value head trains whatever `trainable` says. Raises UserError for a folder
+    without a causal language model, an attention that the model lacks, a `trainable` pattern that matches nothing, or adapters that cannot
+    be.
     """
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
@@ -35,26 +36,31 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
             )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"model {spec.path}: cannot build a causal language model with attention={spec.attention!r}: {error}") from error
+    left_out = value.put_on(hf) if spec.head == "value" else frozenset()
     if spec.lora is None:
-        select_trainable(hf, spec.trainable)
+        select_trainable(hf, spec.trainable, "algorithm.critic.trainable" if left_out else "model.trainable")
+        if left_out:
+            hf.get_parameter(value.WEIGHT).requires_grad_(True)  # nothing else could make up for a head that stays as it began
+    elif left_out:
+        raise UserError(f"model {spec.path}: a value head trains, and adapters let nothing of the model itself train: leave one out")
     elif spec.lora.base_dtype.itemsize < spec.compute_dtype.itemsize:
         raise UserError(f"model.lora.base_dtype={spec.lora.base_dtype} is narrower than model.dtype={spec.compute_dtype}: set both alike")
     else:
         lora.inject(hf, spec.lora, find_blocks(hf))
-    return Scorer(hf, spec)
+    return Scorer(hf, spec, left_out)
 
 
-def select_trainable(hf: PreTrainedModel, patterns: Iterable[str]) -> None:
+def select_trainable(hf: PreTrainedModel, patterns: Iterable[str], key: str = "model.trainable") -> None:
     """Train the parameters one of whose HF names a pattern is found in (`re.search`); no pattern: all.
 
-    Raises UserError for one that matches nothing.
+    `key`: of a recipe, where the patterns stand. Raises UserError for one that matches nothing.
     """
     patterns = tuple(patterns)
     names = parameter_names(hf)
     for pattern in patterns:
         if not any(re.search(pattern, name) for aliases in names.values() for name in aliases):
             some = ", ".join(aliases[0] for aliases in list(names.values())[:4])
-            raise UserError(f"model.trainable: '{pattern}' matches no parameter of {type(hf).__name__}; names look like {some}, ...")
+            raise UserError(f"{key}: '{pattern}' matches no parameter of {type(hf).__name__}; names look like {some}, ...")
     for parameter, aliases in names.items():
         parameter.requires_grad_(not patterns or any(re.search(pattern, name) for pattern in patterns for name in aliases))
 

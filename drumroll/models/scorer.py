@@ -1,8 +1,8 @@
-"""A HF causal language model that scores targets: its body, then the chunked head."""
+"""A HF causal language model that scores targets: its body, then the chunked head, or a value head in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
 from drumroll.errors import RunError, UserError
-from drumroll.models import experts, prompts, ulysses
+from drumroll.models import experts, prompts, ulysses, value
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
 from drumroll.models.layout import Laid, choose, cut, lay_out, owners
@@ -31,19 +31,23 @@ _LOGIT_FIELDS: dict[str, tuple[float | None, ...]] = {
 
 
 class Scorer(nn.Module):
-    """Log-probs (and entropy) of a micro-batch's targets. Always in eval mode: old, new and reference log-probs must agree.
+    """Log-probs (and entropy) of a micro-batch's targets, or their values. Always in eval mode: old, new and reference numbers must agree.
 
-    Raises UserError for a model whose head is not a plain linear layer on the body's last hidden state.
+    Raises UserError for a language model whose head is not a plain linear layer on the body's last hidden state.
     """
 
     hf: PreTrainedModel
     blocks: list[nn.Module]  # transformer blocks, in order: the units of sharding and checkpointing
     cast_parameters: bool  # see [Note: master parameters] in blocks.py; off until the backend turns it on
 
-    def __init__(self, hf: PreTrainedModel, spec: ModelSpec) -> None:
+    def __init__(self, hf: PreTrainedModel, spec: ModelSpec, left_out: Collection[str] = ()) -> None:
+        """`left_out`: names of a folder's tensors that `hf` has no place for."""
         super().__init__()
-        _refuse_changed_logits(hf)
+        self._values = spec.head == "value"
+        if not self._values:
+            _refuse_changed_logits(hf)
         self.hf = hf.eval()
+        self.left_out = left_out
         self.layout = choose(spec.layout, spec.attention)
         self.compute_dtype = spec.compute_dtype
         self.temperature = spec.temperature
@@ -62,7 +66,7 @@ class Scorer(nn.Module):
             if spec.tile_mlp:
                 tile_mlp(self, block, spec.tile_mlp)
             block.forward = block_forward(self, block, spec.checkpointing, spec.compile)
-        self.head.forward = _head_forward(self.head)  # type: ignore[method-assign]
+        self.head.forward = (_value_forward if self._values else _head_forward)(self.head)  # type: ignore[method-assign]
 
     @property
     def body(self) -> nn.Module:
@@ -70,7 +74,7 @@ class Scorer(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        head = self.hf.get_output_embeddings()
+        head = self.hf.get_submodule(value.NAME) if self._values else self.hf.get_output_embeddings()
         assert isinstance(head, nn.Linear)  # `_refuse_changed_logits`
         return head
 
@@ -101,6 +105,7 @@ class Scorer(nn.Module):
     def forward(self, micro: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """(log-probs [N], entropy [N] or None, routers' balance [S] or None), float32; the last one only where it was asked for, to train.
 
+        A value head gives values [N] in place of log-probs, of the states that [Note: states] in value.py says, and no entropy.
         Without a target the outputs are empty (the balance 0), attached to the graph, and their gradients are zero.
         """
         if self._sequence_group is not None:
@@ -124,7 +129,7 @@ class Scorer(nn.Module):
         # In one tensor: a loss that uses one of them on some ranks only must not make the others wait for its gradient.
         outputs = torch.stack([output for output in made if output is not None], dim=1)
         home = ulysses.bring_home(outputs, part.targets, gathered.targets, group).unbind(dim=1)
-        return home[0].clone(), home[1].clone() if entropy else None  # clones: see `forward`
+        return home[0].clone(), home[1].clone() if len(home) > 1 else None  # clones: see `forward`
 
     def _score(
         self, laid: Laid, entropy: bool, **attention: ulysses.Row | prompts.Shared
@@ -190,6 +195,16 @@ def _head_forward(head: nn.Linear) -> Callable[..., Any]:
             targets.temperature,
             targets.entropy,
         )
+
+    return forward
+
+
+def _value_forward(head: nn.Linear) -> Callable[..., Any]:
+    """The forward of a value head: values [N] of hidden states in any dtype, multiplied and added up in float32; and no entropy."""
+
+    def forward(hidden_NH: torch.Tensor, targets: _Targets) -> tuple[torch.Tensor, None]:
+        weight_1H: torch.Tensor = head.weight
+        return hidden_NH.float() @ targets.cast.get(weight_1H, weight_1H).float()[0], None  # no view: see `Scorer.forward`
 
     return forward
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
+from drumroll.models import value
 from drumroll.models.build import non_persistent_buffers, parameter_names
 from drumroll.models.fused import FileTensor, file_tensors
 from drumroll.models.lora import is_adapter, outer_name
@@ -38,18 +39,18 @@ def held_whole(tensor: torch.Tensor) -> Held:
 
 
 def load(scorer: Scorer, folder: str | Path, held: Callable[[nn.Parameter], Held] = held_whole) -> None:
-    """Fill every parameter and persistent buffer from `folder`, cast to the stored dtype; adapters are not in it.
+    """Fill every parameter and persistent buffer from `folder`, cast to the stored dtype; adapters are not in it, a value head need not be.
 
     `held`: which part of a parameter lies here. Raises UserError naming tensors that are missing, unexpected, of another shape, or tied
     in the model but different in the file.
     """
     hf = scorer.hf
     folder = Path(folder)
-    files = tensor_files(folder)
+    files = {name: file for name, file in tensor_files(folder).items() if name not in scorer.left_out}
     wanted = [
         (held(parameter), [outer_name(name) for name in names])
         for parameter, names in parameter_names(hf).items()
-        if not is_adapter(names[0])
+        if not is_adapter(names[0]) and not (names[0] == value.WEIGHT and value.WEIGHT not in files)
     ]
     wanted += [(held_whole(buffer), [name]) for name, buffer in persistent_buffers(hf)]
     apart = file_tensors(hf, {name: part.shape for part, names in wanted for name in names})
@@ -68,6 +69,10 @@ def load(scorer: Scorer, folder: str | Path, held: Callable[[nn.Parameter], Held
                 )
         with torch.no_grad():
             part.local.copy_(found[0].view(part.local.shape))
+    if scorer.left_out and value.WEIGHT not in files:
+        part = held(hf.get_parameter(value.WEIGHT))
+        with torch.no_grad():
+            part.local.copy_(value.initial(part.shape).flatten().narrow(0, part.start, part.local.numel()).view(part.local.shape))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

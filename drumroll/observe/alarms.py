@@ -130,7 +130,7 @@ def abstentions(history: Sequence[StepRecord]) -> Alarm | None:
 
 def skipped_steps(history: Sequence[StepRecord]) -> Alarm | None:
     """An optimizer step was skipped lately."""
-    skipped = sum(record.skipped_steps for record in history[-WINDOW:])
+    skipped = sum(record.skipped_steps + record.critic_skipped_steps for record in history[-WINDOW:])
     if not skipped:
         return None
     return Alarm(

@@ -12,7 +12,7 @@ import numpy as np
 from drumroll.errors import RunError
 from drumroll.types import TrainSample
 
-PER_TARGET = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs")
+PER_TARGET = ("advantages", "engine_logprobs", "old_logprobs", "ref_logprobs", "values", "returns")
 
 
 def path(folder: Path, step: int) -> Path:

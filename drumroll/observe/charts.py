@@ -98,6 +98,11 @@ def detail_charts(run: Run) -> list[Chart]:
             _series(rl, [("to the reference", lambda r: r.kl, PURPLE), ("to the sampling policy", lambda r: r.kl_old or None, GREY)]),
         ),
         Chart(
+            "Critic",
+            "How much of the returns the critic foresaw: explained variance, 1 at best. At or below 0 advantages are no better for it.",
+            _series(rl, [("explained variance", lambda r: r.explained_variance, TEAL)], smooth=True),
+        ),
+        Chart(
             "Gradient norm",
             "Before clipping. Spikes are steps worth a look; a hole is a step that was skipped.",
             _series(rl or run.sft, [("gradient norm", lambda r: r.grad_norm, GREEN)], smooth=True),

@@ -127,11 +127,13 @@ def step_line(record: StepRecord, total: int) -> str:
     parts += [f"loss {record.loss:.4g}"] if record.phase == "sft" else []
     parts += [f"entropy {number(record.entropy)}"] if record.entropy is not None else []
     parts += [f"kl {record.kl:.2g}"] if record.kl is not None else []
+    parts += [f"ev {record.explained_variance:.2f}"] if record.explained_variance is not None else []
     parts += [f"gap {record.logprob_gap_mean:.1e}"] if record.logprob_gap_mean is not None else []
     parts += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2g}"]
     parts += [f"no verdict {record.abstentions}"] if record.abstentions else []
     parts += [f"left out {record.left_out}"] if record.left_out else []
-    parts += [f"SKIPPED {record.skipped_steps}"] if record.skipped_steps else []
+    skipped = record.skipped_steps + record.critic_skipped_steps
+    parts += [f"SKIPPED {skipped}"] if skipped else []
     phases = " ".join(f"{name} {value:.1f}" for name, value in phase_seconds(record) if value >= 0.05)
     return "  ".join([*parts, f"{record.seconds_total:.1f}s" + (f" ({phases})" if phases else ""), f"{record.tokens_per_second:.0f} tok/s"])
 

@@ -43,6 +43,15 @@ class StepRecord:
     clip_share: float | None = None  # share of those tokens whose gradient the clip removed
     advantage_abs_mean: float | None = None  # mean |advantage| over those tokens
     router_balance: float | None = None  # how unevenly sequences are routed to experts, 1 at best; mean over them (router_aux_coef > 0)
+    # the critic, where the algorithm has one
+    value_loss: float | None = None  # mean over its optimizer steps
+    value_mean: float | None = None  # of the values before the update, over tokens
+    return_mean: float | None = None  # of what it is to learn, over tokens
+    explained_variance: float | None = None  # 1 - Var(return - value) / Var(return), values from before the update
+    value_clip_share: float | None = None  # share of tokens whose gradient the value clip removed
+    critic_grad_norm: float | None = None  # as `grad_norm`
+    critic_lr: float | None = None  # its learning rate at the beginning of the step
+    critic_skipped_steps: int = 0
     # the sampler against the trainer: |engine log-prob - trainer log-prob| of the same tokens, nats
     logprob_gap_mean: float | None = None
     logprob_gap_max: float | None = None
@@ -56,7 +65,7 @@ class StepRecord:
     groups: int = 0
     rollouts: int = 0
     tokens: int = 0  # tokens of prompts (once a group) and responses
-    no_variance_share: float | None = None  # share of groups whose rewards are all equal: they teach nothing
+    no_variance_share: float | None = None  # share of groups whose rewards are all equal: they teach nothing; of one sample each: None
     abstentions: int = 0  # rollouts without a verdict, left out of training
     left_out: int = 0  # prompts over data.max_prompt_tokens passed over so far, never sampled from
     prompt_tokens_mean: float | None = None
@@ -96,7 +105,7 @@ class DigestRecord:
     """One line of `digests.jsonl`: every weight as it is after a step."""
 
     step: int  # of the run's pipeline; 0: before the first
-    digests: dict[str, str]  # HF name (adapters: that of PEFT) -> digest of the float32 tensor (`drumroll.digest`), 16 hexadecimal digits
+    digests: dict[str, str]  # HF name (adapters: that of PEFT; a critic's below `critic.`) -> digest of the float32 tensor (`drumroll.digest`), 16 hexadecimal digits
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -173,6 +182,20 @@ class UpdateFacts:
     logprob_gap_share: float | None
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class CriticFacts:
+    """What a critic says of a batch, and its optimizer steps say together; the fields are those of `StepRecord`."""
+
+    value_loss: float
+    value_mean: float | None
+    return_mean: float | None
+    explained_variance: float | None
+    value_clip_share: float | None
+    critic_grad_norm: float
+    critic_lr: float
+    critic_skipped_steps: int
+
+
 def tokens_digest(batch: Sequence[Sequence[int]]) -> str:
     """16 hex digits that name the batch's token ids: their values, their order and where each list ends."""
     digest = hashlib.sha256()
@@ -196,7 +219,7 @@ def rollout_facts(groups: Sequence[Group]) -> RolloutFacts:
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
         rewards=mean_breakdown(rollouts),
-        no_variance_share=_share([not _varies(group) for group in groups]),
+        no_variance_share=_share([not _varies(group) for group in groups if len(group.rollouts) > 1]),
         abstentions=len(rollouts) - len(rewards),
         prompt_tokens_mean=fmean(prompts) if prompts else None,
         response_tokens_mean=fmean(lengths) if lengths else None,
@@ -233,27 +256,27 @@ def update_facts(updates: Sequence[StepStats], lr: float) -> UpdateFacts:
     applied = [update.grad_norm for update in updates if not update.skipped]
     logprob, gap = _merged(updates, "logprob"), _merged(updates, "logprob_gap")
     return UpdateFacts(
-        loss=_mean_sum(updates, "loss"),
-        loss_abs=_mean_sum(updates, "loss_abs"),
+        loss=mean_sum(updates, "loss"),
+        loss_abs=mean_sum(updates, "loss_abs"),
         grad_norm=fmean(applied) if applied else float("nan"),
         lr=lr,
         optimizer_steps=len(updates),
         skipped_steps=len(updates) - len(applied),
         train_tokens=logprob.count,
         logprob_mean=logprob.mean,
-        entropy=_mean(updates, "entropy"),
-        kl=_mean(updates, "kl_ref"),
-        kl_old=_mean(updates, "kl_old"),
-        clip_share=_mean(updates, "clipped"),
-        advantage_abs_mean=_mean(updates, "advantage_abs"),
-        router_balance=_mean(updates, "router_balance"),
-        logprob_gap_mean=_mean(updates, "logprob_gap"),
+        entropy=mean(updates, "entropy"),
+        kl=mean(updates, "kl_ref"),
+        kl_old=mean(updates, "kl_old"),
+        clip_share=mean(updates, "clipped"),
+        advantage_abs_mean=mean(updates, "advantage_abs"),
+        router_balance=mean(updates, "router_balance"),
+        logprob_gap_mean=mean(updates, "logprob_gap"),
         logprob_gap_max=gap.max if gap.count else None,
-        logprob_gap_share=_mean(updates, "logprob_gap_high"),
+        logprob_gap_share=mean(updates, "logprob_gap_high"),
     )
 
 
-def _mean_sum(updates: Sequence[StepStats], name: str) -> float:
+def mean_sum(updates: Sequence[StepStats], name: str) -> float:
     """Mean over the updates of a stat whose value is its sum."""
     return fmean(update.stats[name].sum if name in update.stats else 0.0 for update in updates) if updates else 0.0
 
@@ -265,7 +288,8 @@ def _merged(updates: Sequence[StepStats], name: str) -> Stat:
     return merged
 
 
-def _mean(updates: Sequence[StepStats], name: str) -> float | None:
+def mean(updates: Sequence[StepStats], name: str) -> float | None:
+    """Of a stat over all the updates' tokens; None where none had it."""
     stat = _merged(updates, name)
     return stat.mean if stat.count else None
 
@@ -277,6 +301,7 @@ def rl_record(
     tokens_digest: str,
     update: UpdateFacts,
     rollouts: RolloutFacts,
+    critic: CriticFacts | None = None,
     seconds: PhaseSeconds,
     peak_bytes: int,
     left_out: int = 0,
@@ -290,6 +315,7 @@ def rl_record(
         peak_bytes=peak_bytes,
         left_out=left_out,
         **asdict(update),
+        **(asdict(critic) if critic is not None else {}),
         **asdict(rollouts),
         **_speed(seconds, rollouts.tokens),
     )

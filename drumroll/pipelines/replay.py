@@ -124,6 +124,11 @@ def _row(name: str, before: float, now: float, scale: float, tolerance: float, c
 def _train_again(target: Target, config: RunConfig) -> Replayed:
     assert config.algorithm is not None
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
+    if not algorithm.trains_policy(target.step):
+        raise UserError(
+            f"{target.run_dir}: step {target.step} trained the critic alone, and replay trains the policy again; name one after step "
+            f"{algorithm.critic.warmup_steps} (algorithm.critic.warmup_steps)"
+        )
     folder = start_model(target.run_dir, config)
     before = _checkpoint_before(target, config)
     spec = WorkerSpec(config, folder, Plan(config.runtime.ranks, frozenset({"policy"})))
@@ -154,7 +159,10 @@ def _checkpoint_before(target: Target, config: RunConfig) -> Checkpoint | None:
 
 
 def _step_again(target: Target, step: int, policy: Policy, algorithm: Algorithm) -> list[StepStats]:
-    return update(policy, batches.read(_batch_file(target.run_dir, step)), algorithm)
+    """None for a step that was the critic's alone. The policy needs no critic: its advantages are in the batch."""
+    if not algorithm.trains_policy(step):
+        return []
+    return update(policy, batches.read(_batch_file(target.run_dir, step)), algorithm.loss(), algorithm)
 
 
 def _target(text: str) -> Target:

@@ -1,5 +1,7 @@
 """Reinforcement learning, one screen: prompts -> rollouts -> rewards -> advantages -> optimizer steps -> weights -> metrics.
 
+A critic, where the algorithm has one, says before the step what it expects of every state, and learns from what came of it.
+
 `max_lag: 0`: sampling and training alternate, so every sample comes from the weights that are trained next.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from drumroll.algorithms.filters import has_variance
 from drumroll.algorithms.presets import Algorithm, resolve
@@ -19,7 +22,9 @@ from drumroll.data.sources import open_rows
 from drumroll.data.stream import PromptStream
 from drumroll.engines.base import SamplingParams
 from drumroll.observe import batches, metrics
+from drumroll.observe.critic import critic_facts
 from drumroll.pipelines import evaluate
+from drumroll.pipelines.critic import critic_start
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.length import check_vocabulary
 from drumroll.pipelines.restart import with_restarts
@@ -30,11 +35,12 @@ from drumroll.rewards.base import RewardSet
 from drumroll.rollout import sampling
 from drumroll.rollout.rollouter import Rollouter
 from drumroll.rollout.samples import from_groups, minibatches, with_advantages
+from drumroll.runtime.critic import Critic
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
 from drumroll.runtime.policy import Policy
-from drumroll.runtime.worker import Worker, WorkerSpec
-from drumroll.types import Group, StepStats, TrainSample
+from drumroll.runtime.worker import Trained, Worker, WorkerSpec
+from drumroll.types import Group, LossFn, StepStats, TrainSample
 
 
 def train(config: RunConfig, resumed: Resumed | None = None, reached: Callable[[str], None] = unheard) -> None:
@@ -50,12 +56,15 @@ def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed |
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
     with open_session(config, resumed, restart, reached) as session, RewardSet(config.rewards) as rewards:
         folder = resumed.folder if resumed is not None else starting_model(config, session.recorder)
-        session.start_from(folder)
+        start = critic_start(config, algorithm, folder)
+        session.start_from(folder, start)
         prompts, sampled_with = open_prompts(config, folder, rewards)
-        spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference))
+        spec = WorkerSpec(config, folder, plan(config, algorithm.needs_reference, algorithm.needs_critic), start)
         where = config.runtime
         with launch(partial(Worker, spec=spec), where.ranks, where.device, where.timeout_s, in_process=not where.max_restarts) as ranks:
-            policy = Policy(ranks, config, total_optimizer_steps(config, algorithm))
+            total = partial(total_optimizer_steps, config, algorithm)
+            critic = Critic(ranks, config, algorithm.critic, total("critic")) if start is not None else None
+            policy = Policy(ranks, config, total("policy"), critic)
             rollouter = Rollouter(policy.generate, rewards, session.timer)
             evaluator = Evaluator(config, folder, rollouter) if config.data.eval is not None else None
             Loop(session, algorithm, policy, prompts, rollouter, sampled_with, evaluator).run()
@@ -106,10 +115,12 @@ class Loop:
         session.leave_if_asked(policy)
         samples = with_advantages(samples, groups, algorithm, self.sampled_with.max_tokens)
         with session.timer.phase("train"):
-            updates = update(policy, samples, algorithm)
+            lessons = learn(policy.critic, samples, algorithm)
+            updates = update(policy, samples, algorithm.loss(), algorithm) if algorithm.trains_policy(step) else []
         session.push(policy)
         session.measure(policy)
-        record(session, step, version, drawn, samples, updates, rate, self.prompts.state().left_out)
+        left_out = self.prompts.state().left_out
+        record(session, step, version, drawn, samples, metrics.update_facts(updates, rate), lessons, left_out)
 
 
 def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[PromptStream, SamplingParams]:
@@ -120,9 +131,10 @@ def open_prompts(config: RunConfig, folder: Path, rewards: RewardSet) -> tuple[P
     return PromptStream(rows, tokenizer, config.data, config.seed), sampling.training(config, load_eos_ids(folder, tokenizer))
 
 
-def total_optimizer_steps(config: RunConfig, algorithm: Algorithm) -> int:
+def total_optimizer_steps(config: RunConfig, algorithm: Algorithm, role: Trained = "policy") -> int:
     """Optimizer steps of the whole run: a batch has as many groups as prompts, and a mini-batch at least one of them."""
-    return config.max_steps * min(algorithm.minibatches, config.rollout.prompts_per_step) * algorithm.epochs
+    steps = sum(role == "critic" or algorithm.trains_policy(step) for step in range(1, config.max_steps + 1))
+    return steps * min(algorithm.minibatches, config.rollout.prompts_per_step) * algorithm.epochs
 
 
 def collect(
@@ -145,18 +157,33 @@ def collect(
 
 
 def score(samples: list[TrainSample], policy: Policy, algorithm: Algorithm) -> list[TrainSample]:
-    """Fill in what the algorithm reads: the trainer's log-probs before the first step, and the frozen reference's."""
+    """Fill in what the algorithm reads, before the first step: the trainer's log-probs, the frozen reference's, and the critic's values."""
     if algorithm.needs_old_logprobs:
         samples = [replace(s, old_logprobs=scores) for s, scores in zip(samples, policy.logprobs("policy", samples), strict=True)]
     if algorithm.needs_reference:
         samples = [replace(s, ref_logprobs=scores) for s, scores in zip(samples, policy.logprobs("reference", samples), strict=True)]
+    if policy.critic is not None:
+        samples = [replace(s, values=values) for s, values in zip(samples, policy.critic.values(samples), strict=True)]
     return samples
 
 
-def update(policy: Policy, samples: Sequence[TrainSample], algorithm: Algorithm) -> list[StepStats]:
+class Steps(Protocol):
+    """A policy or a critic."""
+
+    def step(self, samples: Sequence[TrainSample], loss: LossFn) -> StepStats: ...
+
+
+def update(learner: Steps, samples: Sequence[TrainSample], loss: LossFn, algorithm: Algorithm) -> list[StepStats]:
     """The optimizer steps of one rollout batch: mini-batches of whole groups, each with its own denominators; every epoch the same ones."""
-    loss = algorithm.loss()
-    return [policy.step(batch, loss) for _ in range(algorithm.epochs) for batch in minibatches(samples, algorithm.minibatches)]
+    return [learner.step(batch, loss) for _ in range(algorithm.epochs) for batch in minibatches(samples, algorithm.minibatches)]
+
+
+def learn(critic: Critic | None, samples: Sequence[TrainSample], algorithm: Algorithm) -> metrics.CriticFacts | None:
+    """The critic's own optimizer steps, on the mini-batches that the policy has."""
+    if critic is None:
+        return None
+    rate = critic.next_learning_rate
+    return critic_facts(update(critic, samples, algorithm.critic.loss(), algorithm), samples, rate)
 
 
 def record(
@@ -165,8 +192,8 @@ def record(
     version: int,
     drawn: Sequence[Group],
     samples: Sequence[TrainSample],
-    updates: Sequence[StepStats],
-    rate: float,
+    updates: metrics.UpdateFacts,
+    lessons: metrics.CriticFacts | None,
     left_out: int,
 ) -> None:
     """Write the step down: metrics and rollouts of every group drawn, trained on or not, and the batch itself for `drumroll replay`."""
@@ -178,7 +205,8 @@ def record(
             step=step,
             version=version,
             tokens_digest=metrics.tokens_digest([s.token_ids.tolist() for s in samples]),
-            update=metrics.update_facts(updates, rate),
+            update=updates,
+            critic=lessons,
             rollouts=metrics.rollout_facts(drawn),
             left_out=left_out,
             seconds=session.timer.take(),

@@ -14,15 +14,21 @@ from drumroll.errors import UserError
 _PARAMETER, _MOMENTS = 4, 8  # bytes an element: float32, and at most two float32 moments of what trains
 
 
-def checkpoint_bytes(config: RunConfig, model: Fingerprint) -> int:
+Critic = tuple[Fingerprint, tuple[str, ...]]  # its model, and the patterns of what trains of it
+
+
+def checkpoint_bytes(config: RunConfig, model: Fingerprint, critic: Critic | None = None) -> int:
     """Most bytes of one checkpoint."""
-    patterns = config.model.trainable
+    return sum(_bytes(one, patterns) for one, patterns in ((model, config.model.trainable), *((critic,) if critic is not None else ())))
+
+
+def _bytes(model: Fingerprint, patterns: tuple[str, ...]) -> int:
     sizes = model.elements()
     trained = sum(size for name, size in sizes.items() if not patterns or any(re.search(pattern, name) for pattern in patterns))
     return _PARAMETER * sum(sizes.values()) + _MOMENTS * trained
 
 
-def check_room(config: RunConfig, model: Fingerprint, store: CheckpointStore) -> None:
+def check_room(config: RunConfig, model: Fingerprint, store: CheckpointStore, critic: Critic | None = None) -> None:
     """Raises UserError when the disk cannot take the checkpoints that `checkpoint` keeps beside those that are there already."""
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +36,7 @@ def check_room(config: RunConfig, model: Fingerprint, store: CheckpointStore) ->
         raise UserError(f"run_dir: cannot write into {store.folder}: {error}; name another directory, or free the disk") from error
     if not folder_is_writable(store.folder):
         raise UserError(f"run_dir: no permission to write into {store.folder}; name another directory, or change its permissions")
-    one, held = checkpoint_bytes(config, model), most_held(config)
+    one, held = checkpoint_bytes(config, model, critic), most_held(config)
     there = sum(file.stat().st_size for file in store.folder.rglob("*") if file.is_file())
     free = shutil.disk_usage(store.folder).free
     if one * held > free + there:

@@ -41,6 +41,7 @@ from drumroll.pipelines.signals import Signals
 from drumroll.planner.forecast import Forecast, forecast
 from drumroll.runtime.local import RankFailure, resolve_device
 from drumroll.runtime.policy import Policy
+from drumroll.runtime.worker import CriticStart
 
 MODEL_DIR = "model"  # with adapters: they are merged in
 ADAPTER_DIR = "adapter"
@@ -86,12 +87,13 @@ class Session:
         before = self.resumed.state.seconds if self.resumed is not None else 0.0
         return before + time.monotonic() - self._started
 
-    def start_from(self, folder: Path) -> None:
+    def start_from(self, folder: Path, critic: CriticStart | None = None) -> None:
         """Record the model folder that the main phase starts from, and with what it runs. Raises UserError for a disk that is too small."""
         if self.config.checkpoint.every:
             model, store = fingerprint(folder), store_of(self.config, self.reached)
             check_metric(self.config)
-            check_room(self.config, model, store)
+            beside = (fingerprint(critic.folder), critic.trainable) if critic is not None else None
+            check_room(self.config, model, store, beside)
             self.saver = Saver(self.config, store, model, self.recorder)
         self.plan = self._foresee(folder)
         if self.resumed is None:
@@ -162,10 +164,10 @@ class Session:
         first = not self.peak_bytes_per_rank
         by_rank = policy.memory()
         self.peak_bytes_per_rank = [held["peak"] for held in by_rank]
-        self.state_bytes_per_rank = [sum(held[kind] for kind in KINDS) for held in by_rank]
+        self.state_bytes_per_rank = [sum(held[kind] for kind in KINDS) + held.get("critic", 0) for held in by_rank]
         if first and self.plan is not None:
             process = max(held["process"] for held in by_rank) if self.plan.device == "cpu" else 0
-            self.foreseen = Foreseen(self.plan.state.between, self.plan.peak.total + process, process)
+            self.foreseen = Foreseen(self.plan.between, self.plan.peak.total + process, process)
             self.recorder.note(beside(self.foreseen, self.state_bytes_per_rank, self.peak_bytes_per_rank))
 
     def training(self) -> AbstractContextManager[None]:
@@ -215,6 +217,8 @@ class Session:
             skips_in_a_row=policy.skips_in_a_row,
             version=policy.version,
             cursor=cursor,
+            critic_applied_steps=policy.critic.applied_steps if policy.critic is not None else 0,
+            critic_skips_in_a_row=policy.critic.skips_in_a_row if policy.critic is not None else 0,
             records=self.recorder.sizes(),
             pushes=self.pushes,
             pushes_matched=self.pushes_matched,

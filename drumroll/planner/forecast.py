@@ -22,11 +22,12 @@ from drumroll.errors import UserError
 from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
 from drumroll.planner import state as states
-from drumroll.planner.phases import Phase, Scene, gathered_elements, phases
+from drumroll.planner.phases import CRITIC, POLICY, Phase, Scene, gathered_elements, phases
+from drumroll.planner.source import config_folder
 from drumroll.planner.trace import Batch, Trace, build_fake, trace
 from drumroll.planner.traffic import Traffic, traffic
 from drumroll.runtime import plan as roles
-from drumroll.runtime.worker import model_spec, optim_spec
+from drumroll.runtime.worker import CriticStart, critic_spec, model_spec, optim_spec
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +37,8 @@ class Work:
     batch: Batch
     micros: int  # micro-batches an optimizer step
     optimizer_steps: int
-    scored: int  # micro-batches scored without a gradient
+    scored: int  # micro-batches that the policy, or a reference, scores without a gradient
+    passes: int  # micro-batches of the whole batch
     in_flight: int  # rows that the engine is asked for at a time
 
 
@@ -53,10 +55,16 @@ class Forecast:
     phases: list[Phase]
     traffic: list[Traffic]
     notes: list[str]  # what could not be foreseen
+    critic: states.State | None = None  # at rest, of a run that has one
 
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def between(self) -> int:
+        """Bytes of parameters, gradients and optimizer state between steps, wherever they lie: the policy's, and a critic's."""
+        return self.state.between + (self.critic.between if self.critic is not None else 0)
 
     def phase(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)
@@ -99,7 +107,7 @@ def forecast(config: RunConfig, folder: Path) -> Forecast:
     footprint = _footprint(config, ranks)
     spec = model_spec(config, folder, device)
     algorithm = resolve(config.algorithm, config.rollout.max_tokens) if config.algorithm is not None else None
-    placed = roles.plan(config, algorithm.needs_reference if algorithm is not None else False).roles
+    placed = roles.plan(config, algorithm is not None and algorithm.needs_reference, algorithm is not None and algorithm.needs_critic).roles
     work = _work(config, algorithm, ranks, footprint.sequence)
     notes = ["model.compile keeps fewer activations than are foreseen here"] if spec.compile else []
     alone = training_scene(spec, optim_spec(config), footprint, work.batch, work.micros, device)
@@ -110,6 +118,12 @@ def forecast(config: RunConfig, folder: Path) -> Forecast:
         take_turns=config.runtime.take_turns,
         checkpoints=config.checkpoint.every > 0,
     )
+    critic = None
+    if algorithm is not None and "critic" in placed:
+        start = CriticStart(folder if algorithm.critic.path is None else config_folder(algorithm.critic.path), algorithm.critic.trainable)
+        learner = training_scene(critic_spec(spec, start), optim_spec(config), footprint, work.batch, work.micros, device)
+        critic = replace(learner, reference=scene.reference, engine=scene.engine, take_turns=scene.take_turns, beside=scene.aside(POLICY))
+        scene = replace(scene, beside=critic.aside(CRITIC))
     return Forecast(
         ranks=ranks,
         backend=config.backend.name,
@@ -117,10 +131,19 @@ def forecast(config: RunConfig, folder: Path) -> Forecast:
         parameters=states.count(scene.tensors),
         state=scene.state,
         work=work,
-        phases=phases(scene),
-        traffic=traffic(scene, ranks, optimizer_steps=work.optimizer_steps, scored=work.scored),
+        phases=phases(scene, critic),
+        traffic=[*traffic(scene, ranks, optimizer_steps=work.optimizer_steps, scored=work.scored), *_traffic_of(critic, work, ranks)],
         notes=notes,
+        critic=critic.state if critic is not None else None,
     )
+
+
+def _traffic_of(critic: Scene | None, work: Work, ranks: int) -> list[Traffic]:
+    """Of the critic: it values every micro-batch once, trains on it as the policy does, and sends nothing to the engine."""
+    if critic is None:
+        return []
+    found = traffic(replace(critic, engine=None), ranks, optimizer_steps=work.optimizer_steps, scored=work.passes)
+    return [replace(one, what=f"{CRITIC}: {one.what}") for one in found]
 
 
 def _device(config: RunConfig) -> str:
@@ -163,6 +186,7 @@ def _work(config: RunConfig, algorithm: Algorithm | None, ranks: int, sharing: i
         micros=-(-of_rank // rows),
         optimizer_steps=steps,
         scored=passes * -(-all_samples // rows),
+        passes=-(-all_samples // rows),
         in_flight=in_flight,
     )
 

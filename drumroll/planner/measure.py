@@ -88,7 +88,7 @@ def train(backend: Backend, batch: Batch, micros: int, device: torch.device) -> 
 
 
 def _loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators) -> LossOutput:
-    assert outputs.entropy is not None
+    assert outputs.logprobs is not None and outputs.entropy is not None
     return LossOutput(loss=outputs.logprobs.sum() + outputs.entropy.sum(), stats={})
 
 

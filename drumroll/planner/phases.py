@@ -24,6 +24,8 @@ PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 BUFFERS = "buffers"
+POLICY = "policy"
+CRITIC = "critic"
 REFERENCE = "reference model"
 ENGINE = "engine weights"
 CACHE = "key-value cache"
@@ -37,8 +39,11 @@ COPIES = "copies to be written"
 LOAD = "load"
 SAMPLING = "sampling"
 LOGPROBS = "log-probs"
+VALUES = "values"
 TRAIN = "forward and backward"
 STEP = "step"
+CRITIC_TRAIN = "critic's forward and backward"
+CRITIC_STEP = "critic's step"
 PUSH = "weight push"
 SAVE = "save"
 
@@ -61,6 +66,15 @@ class Phase:
 
 
 @dataclass(slots=True, frozen=True)
+class Beside:
+    """Another model that trains, as it lies there while it does not compute."""
+
+    name: str
+    held: int  # bytes on the device
+    saved: int  # bytes that a checkpoint has of it
+
+
+@dataclass(slots=True, frozen=True)
 class Scene:
     """All that the phases of a rank depend on."""
 
@@ -73,6 +87,7 @@ class Scene:
     trace: Trace
     micros: int  # micro-batches a step, at least
     reference: int = 0  # bytes of a frozen reference at rest
+    beside: Beside | None = None
     engine: Holding | None = None
     take_turns: bool = False
     checkpoints: bool = False
@@ -100,9 +115,17 @@ class Scene:
             BUFFERS: self.buffers,
             REFERENCE: self.reference,
         }
+        if self.beside is not None:
+            terms[self.beside.name] = 0 if away else self.beside.held
         if self.engine is not None:
             terms |= {ENGINE: self.engine.weights, CACHE: self.engine.cache if sampling or not self.take_turns else 0}
         return terms
+
+    def aside(self, name: str) -> Beside:
+        """What trains here, as it lies beside another model."""
+        kept = self.state.gradient if self.footprint.gradients_stay else 0
+        saved = self.state.parameter + self.state.optimizer
+        return Beside(name, saved + kept + self.buffers, saved)
 
     def unit(self, index: int) -> int:
         """Bytes of a gathered unit."""
@@ -122,12 +145,16 @@ def gathered_elements(tensors: Sequence[Stored], footprint: Footprint) -> dict[i
     return {unit: states.padded([t for t in tensors if t.unit == unit], footprint.parameter, footprint) for unit in units}
 
 
-def phases(scene: Scene) -> list[Phase]:
-    """In the order of a step; those that a run does not have are left out."""
+def phases(scene: Scene, critic: Scene | None = None) -> list[Phase]:
+    """In the order of a step; those that a run does not have are left out. Policy and critic lie beside each other."""
     found = [_largest(LOAD, _load(scene))]
     if scene.engine is not None:
         found.append(Phase(SAMPLING, {**scene.rest(sampling=True), WORKING: scene.engine.working}))
     found.append(_largest(LOGPROBS, list(_forward(scene, scene.trace.score))))
+    if critic is not None:
+        found.append(_largest(VALUES, list(_forward(critic, critic.trace.score))))
+        found.append(_largest(CRITIC_TRAIN, list(_train(critic))))
+        found.append(Phase(CRITIC_STEP, {**critic.rest(), GRADIENTS: critic.state.gradient, WORKING: _step(critic)}))
     if scene.trace.train:
         found.append(_largest(TRAIN, list(_train(scene))))
         found.append(Phase(STEP, {**scene.rest(), GRADIENTS: scene.state.gradient, WORKING: _step(scene)}))
@@ -300,5 +327,6 @@ def _save(scene: Scene) -> Terms:
     terms = {WORKING: _push(scene, 4)}
     if scene.device.type == "cpu":
         export = min(4 << 30, 4 * states.count(scene.tensors))
-        terms[COPIES] = max(export, scene.state.parameter + scene.state.optimizer if scene.checkpoints else 0)
+        saved = scene.state.parameter + scene.state.optimizer + (scene.beside.saved if scene.beside is not None else 0)
+        terms[COPIES] = max(export, saved if scene.checkpoints else 0)
     return terms

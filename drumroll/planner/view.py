@@ -99,7 +99,8 @@ def _traffic(planned: Planned) -> Table | str:
 
 def _verdict(planned: Planned) -> list[str]:
     plan = planned.forecast
-    lines = [f"in host memory besides: {size(plan.state.host)}"] if plan.state.host else []
+    host = plan.state.host + (plan.critic.host if plan.critic is not None else 0)
+    lines = [f"in host memory besides: {size(host)}"] if host else []
     lines += [f"[yellow]{escape(note)}[/]" for note in plan.notes]
     peak = f"peak {size(plan.peak.total)} in {plan.peak.name}"
     if planned.memory is None:
@@ -129,6 +130,7 @@ def _row(planned: Planned) -> dict[str, Any]:
         "device": plan.device,
         "parameters": plan.parameters,
         "at_rest": asdict(plan.state),
+        "critic_at_rest": asdict(plan.critic) if plan.critic is not None else None,
         "work": asdict(plan.work),
         "phases": [{"phase": phase.name, "bytes": phase.total, "terms": phase.terms} for phase in plan.phases],
         "traffic": [asdict(traffic) for traffic in plan.traffic],

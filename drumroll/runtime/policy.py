@@ -10,33 +10,32 @@ import numpy as np
 import torch
 
 from drumroll.algorithms.loss import balanced
-from drumroll.algorithms.schedule import learning_rate
 from drumroll.checkpoint.driver import DriverState
 from drumroll.checkpoint.store import CannotWrite, Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
 from drumroll.errors import RunError
-from drumroll.packing import SharesMicroBatches, denominators, pack
-from drumroll.plugins import options
+from drumroll.runtime.critic import Critic
+from drumroll.runtime.learner import Learner, Score
 from drumroll.runtime.local import Ranks
-from drumroll.runtime.worker import Scored, TrainReport, Worker
+from drumroll.runtime.worker import Scored, Worker
 from drumroll.sync.base import PushReport
-from drumroll.types import LossFn, Stat, StepStats, TrainSample
+from drumroll.types import LossFn, StepStats, TrainSample
+
+_SCORES: dict[Scored, Score] = {"policy": Worker.logprobs, "reference": Worker.reference_logprobs}
 
 
 class Policy:
-    """Driver state that decides numbers lives here: applied steps (the learning rate), skips in a row, the weight version."""
+    """What a run trains, and a critic beside it where there is one: they are saved and restored together."""
 
-    def __init__(self, ranks: Ranks[Worker], config: RunConfig, total_steps: int) -> None:
+    def __init__(self, ranks: Ranks[Worker], config: RunConfig, total_steps: int, critic: Critic | None = None) -> None:
+        """`total_steps`: optimizer steps of the policy in the whole run."""
         self._ranks = ranks
         self._config = config
-        self._total_steps = total_steps
-        backend = options("backends", config.backend)
-        self._sharing = backend.sequence_ranks if isinstance(backend, SharesMicroBatches) else 1  # ranks that share a micro-batch
-        self.applied_steps = 0
-        self.skips_in_a_row = 0
-        self.version = -1  # nothing sent yet
+        self._learner = Learner(ranks, config, "policy", config.optim, total_steps)
+        self.critic = critic
+        self.version = -1  # of the weights; nothing sent yet
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Completions of all requests, in no particular order. Raises RunError naming the rank whose engine loses one."""
@@ -48,39 +47,25 @@ class Policy:
 
     def logprobs(self, role: Scored, samples: Sequence[TrainSample]) -> list[np.ndarray]:
         """Log-probs of every sample's targets under the policy or the reference: float32 [N] a sample, in the order given."""
-        packed = self._pack(samples)
-        answers = self._ranks.scatter(Worker.logprobs, [(role, self._pick(samples, micros)) for micros in packed])
-        scores: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-        for micros, scored in zip(packed, answers, strict=True):
-            for indices, arrays in zip(micros, scored, strict=True):
-                for index, array in zip(indices, arrays, strict=True):
-                    scores[index] = array
-        return scores
+        return self._learner.scores(_SCORES[role], samples)
 
     def step(self, samples: Sequence[TrainSample], loss: LossFn) -> StepStats:
         """One optimizer step on `samples`. Raises RunError after `optim.max_skips` non-finite steps in a row."""
-        packed = self._pack(samples)
         if self._config.train.router_aux_coef:
             loss = partial(balanced, loss=loss, coef=self._config.train.router_aux_coef)
-        rate = self.next_learning_rate
-        total = denominators(samples)
-        reports = self._ranks.scatter(Worker.train, [(self._pick(samples, micros), loss, total, rate) for micros in packed])
-        merged = _merge(reports)
-        if merged.skipped:
-            self.skips_in_a_row += 1
-            if self.skips_in_a_row >= self._config.optim.max_skips:
-                raise RunError(
-                    f"the gradient norm was not finite in {self.skips_in_a_row} optimizer steps in a row (optim.max_skips): "
-                    "parameters are as they were before the first of them; lower optim.lr, or look for NaN in the last records"
-                )
-        else:
-            self.applied_steps += 1
-            self.skips_in_a_row = 0
-        return merged
+        return self._learner.step(samples, loss)
+
+    @property
+    def applied_steps(self) -> int:
+        return self._learner.applied_steps
+
+    @property
+    def skips_in_a_row(self) -> int:
+        return self._learner.skips_in_a_row
 
     @property
     def next_learning_rate(self) -> float:
-        return learning_rate(self._config.optim, self.applied_steps, self._total_steps)
+        return self._learner.next_learning_rate
 
     def push(self) -> PushReport:
         """Send the weights to every engine as the next version; all digests are compared on all ranks."""
@@ -88,7 +73,7 @@ class Policy:
         return self._ranks.call(Worker.push, self.version)[0]
 
     def digests(self) -> dict[str, int]:
-        """Name -> digest of every weight. Raises RunError when two ranks disagree about one."""
+        """Name -> digest of every weight, those of a critic below `critic.`. Raises RunError when two ranks disagree about one."""
         first, *others = self._ranks.call(Worker.digests)
         for rank, other in enumerate(others, 1):
             if wrong := [name for name in first if other.get(name) != first[name]]:
@@ -123,20 +108,14 @@ class Policy:
         `generators`: the ranks' random number generators too; only on as many ranks as saved them.
         """
         self._ranks.call(Worker.load, checkpoint, generators)
-        self.applied_steps, self.skips_in_a_row = state.applied_steps, state.skips_in_a_row
+        self._learner.applied_steps, self._learner.skips_in_a_row = state.applied_steps, state.skips_in_a_row
+        if self.critic is not None:
+            self.critic.stand_at(state.critic_applied_steps, state.critic_skips_in_a_row)
         self.version = max(-1, state.version - 1)
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes by kind, one entry a rank."""
         return self._ranks.call(Worker.memory)
-
-    def _pack(self, samples: Sequence[TrainSample]) -> list[list[list[int]]]:
-        lengths, cap = [len(sample.token_ids) for sample in samples], self._config.train.micro_batch_tokens
-        return pack(lengths, self._ranks.world_size, cap, self._sharing)
-
-    @staticmethod
-    def _pick(samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
-        return [[samples[index] for index in micro] for micro in micros]
 
 
 def _check_complete(rank: int, requests: Sequence[GenerateRequest], completions: Sequence[Completion]) -> None:
@@ -146,15 +125,3 @@ def _check_complete(rank: int, requests: Sequence[GenerateRequest], completions:
         lost = sorted(set(wanted) - set(got))
         first = f"first lost (group, sample): {lost[:3]}" if lost else "some were not asked for, or came twice"
         raise RunError(f"rank {rank}: its engine returned {len(got)} completions for {len(wanted)} samples; {first}")
-
-
-def _merge(reports: Sequence[TrainReport]) -> StepStats:
-    results = {(report.result.grad_norm, report.result.skipped) for report in reports if not report.result.skipped}
-    skipped = any(report.result.skipped for report in reports)
-    if (skipped and results) or len(results) > 1:
-        raise RunError(f"ranks disagree about the step: {[report.result for report in reports]}")
-    stats: dict[str, Stat] = {}
-    for report in reports:
-        for name, stat in report.stats.items():
-            stats[name] = stats[name].merge(stat) if name in stats else stat
-    return StepStats(grad_norm=reports[0].result.grad_norm, skipped=skipped, stats=stats)

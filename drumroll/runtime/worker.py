@@ -1,4 +1,4 @@
-"""What one rank hosts: the policy, a frozen reference where the algorithm asks for one, and an embedded engine.
+"""What one rank hosts: the policy, a critic and a frozen reference where the algorithm asks for one, and an embedded engine.
 
 Verbs are the driver's calls. Every rank gets the same verbs in the same order with the same number of micro-batches, so collectives match.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,18 @@ from drumroll.models.export import save_adapter, save_folder
 from drumroll.packing import collate
 from drumroll.runtime.plan import Plan
 from drumroll.sync.base import PushReport, Transport
-from drumroll.types import Denominators, LossFn, Stat, TrainSample
+from drumroll.types import Denominators, LossFn, MicroBatch, Stat, TrainSample
 
 Scored = Literal["policy", "reference"]
+Trained = Literal["policy", "critic"]
+
+
+@dataclass(slots=True, frozen=True)
+class CriticStart:
+    """What a critic begins as."""
+
+    folder: Path  # HF model folder of its body
+    trainable: tuple[str, ...] = ()  # see ModelSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +49,7 @@ class WorkerSpec:
     config: RunConfig
     folder: Path  # HF model folder that policy, reference and engine start from
     plan: Plan
+    critic: CriticStart | None = None  # of a plan with that role
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,6 +76,7 @@ class Worker:
         transformers.utils.logging.disable_progress_bar()  # one bar a rank and a model would be drawn over the run's own view
         model = model_spec(spec.config, spec.folder, ctx.device)
         self._policy = self._backend(model, optim_spec(spec.config)) if "policy" in spec.plan.roles else None
+        self._critic = self._start_critic(model) if "critic" in spec.plan.roles else None
         self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
         self._engine = self._start_engine(model) if "engine" in spec.plan.roles else None
         self._transport: Transport = plugins.load("sync", "inprocess")()
@@ -78,6 +89,10 @@ class Worker:
         backend: Backend = plugins.load("backends", section.name)(plugins.options("backends", section))
         backend.setup(self._ctx, model, optim)
         return backend
+
+    def _start_critic(self, policy: ModelSpec) -> Backend:
+        assert self._spec.critic is not None, "a plan with a critic, and nothing that it begins as"
+        return self._backend(critic_spec(policy, self._spec.critic), optim_spec(self._spec.config))
 
     def _start_engine(self, model: ModelSpec) -> Engine:
         config = self._spec.config
@@ -106,44 +121,64 @@ class Worker:
         assert self._engine is not None, "this run has no engine"
         return self._engine
 
+    @property
+    def _valuer(self) -> Backend:
+        assert self._critic is not None, "this run has no critic"
+        return self._critic
+
+    @property
+    def _learners(self) -> list[Backend]:
+        """Whatever trains."""
+        return [role for role in (self._policy, self._critic) if role is not None]
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """All completions of this rank's requests. With `runtime.take_turns` the policy's device memory is free meanwhile."""
+        """All completions of this rank's requests. With `runtime.take_turns` the device memory of policy and critic is free meanwhile."""
         if not self._spec.config.runtime.take_turns or self._policy is None:
             return list(self._sampler.generate(requests))
         self._sampler.wake()
-        self._policy.sleep(KINDS)
+        for learner in self._learners:
+            learner.sleep(KINDS)
         try:
             return list(self._sampler.generate(requests))
         finally:
             self._sampler.sleep()
-            self._policy.wake()
+            for learner in self._learners:
+                learner.wake()
 
-    def logprobs(self, role: Scored, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
-        """Per-target log-probs, float32 [N] a sample, in the order given."""
-        if role == "policy":
-            return self._scores(self._trainer, micros)
+    def logprobs(self, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
+        """The policy's log-probs of each target, float32 [N] a sample, in the order given."""
+        return self._each(partial(_logprobs, self._trainer), micros)
+
+    def reference_logprobs(self, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
+        """As `logprobs`, of the model that training began with."""
         if self._reference is not None:
-            return self._scores(self._reference, micros)
+            return self._each(partial(_logprobs, self._reference), micros)
         with self._trainer.reference():
-            return self._scores(self._trainer, micros)
+            return self._each(partial(_logprobs, self._trainer), micros)
 
-    def _scores(self, backend: Backend, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
+    def values(self, micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
+        """As `logprobs`, the critic's value of the state before each target."""
+        return self._each(self._valuer.values, micros)
+
+    def _each(self, score: Callable[[MicroBatch], torch.Tensor], micros: Sequence[Sequence[TrainSample]]) -> list[list[np.ndarray]]:
         scores: list[list[np.ndarray]] = []
         for samples in micros:
-            outputs = backend.logprobs(collate(samples, self._ctx.device))
-            flat = outputs.logprobs.cpu().numpy()
+            flat = score(collate(samples, self._ctx.device)).cpu().numpy()
             ends = np.cumsum([sample.n_targets for sample in samples])[:-1]
             scores.append(np.split(flat, ends) if samples else [])
         return scores
 
-    def train(self, micros: Sequence[Sequence[TrainSample]], loss: LossFn, denominators: Denominators, lr: float) -> TrainReport:
-        """One optimizer step over this rank's micro-batches."""
+    def train(
+        self, role: Trained, micros: Sequence[Sequence[TrainSample]], loss: LossFn, denominators: Denominators, lr: float
+    ) -> TrainReport:
+        """One optimizer step of policy or critic over this rank's micro-batches."""
+        learner = self._trainer if role == "policy" else self._valuer
         stats: dict[str, Stat] = {}
         for index, samples in enumerate(micros):
             last = index == len(micros) - 1
-            for name, stat in self._trainer.forward_backward(collate(samples, self._ctx.device), loss, denominators, last).items():
+            for name, stat in learner.forward_backward(collate(samples, self._ctx.device), loss, denominators, last).items():
                 stats[name] = stats[name].merge(stat) if name in stats else stat
-        return TrainReport(self._trainer.step(lr), stats)
+        return TrainReport(learner.step(lr), stats)
 
     def push(self, version: int) -> PushReport:
         """Send the policy's weights to the engine, and compare digests."""
@@ -152,8 +187,11 @@ class Worker:
         return self._transport.push(self._trainer, self._sampler, dtype, version)
 
     def digests(self) -> dict[str, int]:
-        """Name -> digest of every weight of the policy as it is stored, adapters apart: nothing is gathered."""
-        return self._trainer.digests(torch.float32, apart=True)
+        """Name -> digest of every weight as it is stored, adapters apart, a critic's below `critic.`: nothing is gathered."""
+        digests = self._trainer.digests(torch.float32, apart=True)
+        if self._critic is not None:
+            digests |= {f"critic.{name}": value for name, value in self._critic.digests(torch.float32).items()}
+        return digests
 
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
         """Write this rank's part of a draft; rank 0 makes it a checkpoint when everybody's is there. No other is under way.
@@ -161,7 +199,10 @@ class Worker:
         A disk that refuses fails the save, not the rank: `saved` tells.
         """
         commit = partial(store.commit, draft) if self._ctx.rank == 0 else None
-        written = self._trainer.save_async(draft.tensors) if background else _at_once(partial(self._trainer.save, draft.tensors))
+        folders = [(self._trainer, draft.tensors)] + ([(self._critic, draft.critic)] if self._critic is not None else [])
+        written = [
+            learner.save_async(folder) if background else _at_once(partial(learner.save, folder)) for learner, folder in folders
+        ]
         self._saving = self._thread.submit(_commit, written, commit)
 
     def saved(self) -> SaveReport:
@@ -180,8 +221,10 @@ class Worker:
         return rng.capture()
 
     def load(self, checkpoint: Checkpoint, generators: bool) -> None:
-        """Parameters and optimizer state of the policy; `generators`: this rank's random number generators too."""
+        """Parameters and optimizer state of policy and critic; `generators`: this rank's random number generators too."""
         self._trainer.load(checkpoint.tensors)
+        if self._critic is not None:
+            self._critic.load(checkpoint.critic)
         if generators:
             file = checkpoint.generators(self._ctx.rank)
             rng.restore(rng.read(file), str(file))
@@ -214,6 +257,9 @@ class Worker:
         held = dict(self._policy.memory()) if self._policy is not None else {}
         if self._engine is not None:
             held["engine"] = self._engine.memory()
+        if self._critic is not None:
+            memory = self._critic.memory()
+            held["critic"] = sum(memory[kind] for kind in KINDS)
         if self._reference is not None:
             held["reference"] = sum(self._reference.memory().values())
         held["peak"] = _peak_bytes(self._ctx.device)
@@ -223,9 +269,15 @@ class Worker:
     def close(self) -> None:
         """Finish a save under way, release everything."""
         self._thread.shutdown()
-        for role in (self._engine, self._policy, self._reference):
+        for role in (self._engine, self._policy, self._critic, self._reference):
             if role is not None:
                 role.close()
+
+
+def _logprobs(backend: Backend, micro: MicroBatch) -> torch.Tensor:
+    found = backend.logprobs(micro).logprobs
+    assert found is not None  # of a language-model head
+    return found
 
 
 def _at_once(write: Callable[[], None]) -> Future[None]:
@@ -239,9 +291,10 @@ def _at_once(write: Callable[[], None]) -> Future[None]:
     return written
 
 
-def _commit(written: Future[None], commit: Callable[[], Path] | None) -> None:
-    """On a thread: when all ranks have written, rank 0 has something to do."""
-    written.result()
+def _commit(written: Sequence[Future[None]], commit: Callable[[], Path] | None) -> None:
+    """On a thread: when all ranks have written everything, rank 0 has something to do."""
+    for one in written:
+        one.result()
     if commit is not None:
         commit()
 
@@ -267,6 +320,11 @@ def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSp
         balance=config.train.router_aux_coef > 0,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def critic_spec(policy: ModelSpec, start: CriticStart) -> ModelSpec:
+    """How a critic computes: as the policy does, but for its head and what trains."""
+    return replace(policy, path=str(start.folder), head="value", trainable=start.trainable, lora=None, balance=False)
 
 
 def lora_spec(lora: LoraConfig, seed: int) -> LoraSpec:

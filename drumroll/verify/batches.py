@@ -91,15 +91,17 @@ def samples(step: int, vocab: int, poison: bool = False) -> list[TrainSample]:
 class Loss:
     """A sum over tokens that uses log-probs, entropy, advantages and every denominator; remembers what it was shown.
 
-    The denominators differ from each other, and entropy has a gradient of its own.
+    The denominators differ from each other, and entropy has a gradient of its own. Of a value head's values: a squared error.
     """
 
     shown: list[TokenOutputs] = field(default_factory=list)  # detached, one entry a call
 
     def __call__(self, outputs: TokenOutputs, micro: MicroBatch, counts: Denominators) -> LossOutput:
         advantages, entropy, logprobs = micro.advantages, outputs.entropy, outputs.logprobs
-        if advantages is None or entropy is None:
-            raise ValueError("the loss needs micro.advantages as given and outputs.entropy; one of them is None")
+        if advantages is not None and outputs.values is not None:
+            return self._of_values(outputs.values, advantages, counts)
+        if advantages is None or entropy is None or logprobs is None:
+            raise ValueError("the loss needs micro.advantages as given, outputs.logprobs and outputs.entropy; one of them is None")
         self.shown.append(TokenOutputs(logprobs.detach().clone(), entropy.detach().clone()))
         policy = -(advantages * logprobs).sum() / counts.tokens
         regular = -0.1 * (advantages.abs() * entropy).sum() / counts.sequences
@@ -107,6 +109,12 @@ class Loss:
         return LossOutput(
             loss=policy + regular + grouped, stats={"logprob": logprobs.detach(), "entropy": entropy.detach()}
         )
+
+
+    def _of_values(self, values: torch.Tensor, advantages: torch.Tensor, counts: Denominators) -> LossOutput:
+        self.shown.append(TokenOutputs(values=values.detach().clone()))
+        per_token = (values - advantages).square() / counts.tokens + 0.1 * values * advantages / counts.sequences
+        return LossOutput(loss=per_token.sum() + 0.01 * values.sum() / counts.groups, stats={"value": values.detach()})
 
 
 def by_sample(values: torch.Tensor, micro: MicroBatch, indices: Sequence[int], step: int) -> list[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ from drumroll.backends.base import KINDS, Backend, BackendPlugin, ModelSpec, Nam
 from drumroll.digest import digest
 from drumroll.errors import RunError, UserError
 from drumroll.packing import collate, denominators
-from drumroll.types import Denominators, MicroBatch, Stat, TokenOutputs
+from drumroll.types import Denominators, MicroBatch, Stat
 from drumroll.verify import batches
 from drumroll.verify.batches import LEARNING_RATES, STEPS, WHOLE, Loss, Split
 from drumroll.verify.reference import Observer, differing, fingerprints
@@ -115,14 +115,14 @@ class Probe:
         backend = self._start(case, case.optim)
         with checking("weights as loaded"):
             seen.compare("weights as loaded", "loaded", _flat(backend.weights(torch.float32)))
-        self._score(case, backend, seen, "before", "log-probs", "entropy")
+        self._score(case, backend, seen, "before", "{}")
         report.steps = self._steps(case, backend, seen, range(1), gradients="gradients")
         report.steps += self._steps(case, backend, seen, range(1, STEPS), gradients="gradients of later steps")
         with checking("parameters after 3 steps"):
             seen.compare("parameters after 3 steps", "trained", _flat(backend.weights(torch.float32)))
         with checking("change of the parameters"):
             seen.compare_change("change of the parameters", "loaded", "trained", _flat(backend.weights(torch.float32)))
-        self._score(case, backend, seen, "after", "log-probs after 3 steps", "entropy after 3 steps")
+        self._score(case, backend, seen, "after", "{} after 3 steps")
         if case.split == WHOLE:
             self._exports(backend, report)
         else:
@@ -225,7 +225,7 @@ class Probe:
         """An instance without an optimizer scores, and holds nothing else."""
         report = Report(_observer(case, "train"))
         backend = self._start(case, None)
-        self._score(case, backend, report.observer, "before", "forward-only: log-probs", "forward-only: entropy")
+        self._score(case, backend, report.observer, "before", "forward-only: {}")
         with checking("forward-only: memory"):
             held = backend.memory()
             extra = held["gradient"] + held["optimizer"]
@@ -288,21 +288,30 @@ class Probe:
         with checking(check):
             seen.compare(check, "fourth", _flat(backend.weights(torch.float32)))
 
-    def _score(self, case: Case, backend: Backend, seen: Observer, moment: str, logprobs: str, entropy: str) -> None:
-        """Log-probs with entropy and without, of the first batch."""
+    def _score(self, case: Case, backend: Backend, seen: Observer, moment: str, check: str) -> None:
+        """Log-probs with entropy and without, or values, of the first batch. `check`: with {} for what is looked at."""
         micros, _ = self._micros(case, 0)
+        if case.model.head == "value":
+            self._value(backend, seen, moment, check.format("values"), micros)
+            return
+        logprobs, entropy = check.format("log-probs"), check.format("entropy")
         found: dict[str, list[NamedTensor]] = {"both": [], "entropy": [], "alone": []}
         with checking(logprobs):
             for indices, micro in micros:
-                both = _well_formed(backend.logprobs(micro, entropy=True), micro, entropy=True)
-                alone = _well_formed(backend.logprobs(micro), micro, entropy=False)
-                found["both"] += batches.by_sample(both.logprobs, micro, indices, 0)
-                found["alone"] += batches.by_sample(alone.logprobs, micro, indices, 0)
-                if both.entropy is not None:
-                    found["entropy"] += batches.by_sample(both.entropy, micro, indices, 0)
+                both, alone = backend.logprobs(micro, entropy=True), backend.logprobs(micro)
+                found["both"] += batches.by_sample(_well_formed("log-probs", both.logprobs, micro), micro, indices, 0)
+                found["alone"] += batches.by_sample(_well_formed("log-probs", alone.logprobs, micro), micro, indices, 0)
+                found["entropy"] += batches.by_sample(_well_formed("entropy", both.entropy, micro), micro, indices, 0)
             seen.compare(logprobs, f"{moment}-logprobs", found["both"], whole=False)
             seen.compare(entropy, f"{moment}-entropy", found["entropy"], whole=False)
             seen.compare(logprobs, f"{moment}-logprobs", found["alone"], whole=False)
+
+    def _value(self, backend: Backend, seen: Observer, moment: str, check: str, micros: list[tuple[list[int], MicroBatch]]) -> None:
+        found: list[NamedTensor] = []
+        with checking(check):
+            for indices, micro in micros:
+                found += batches.by_sample(_well_formed("values", backend.values(micro), micro), micro, indices, 0)
+            seen.compare(check, f"{moment}-values", found, whole=False)
 
     def _exports(self, backend: Backend, report: Report) -> None:
         """What `weights` and `digests` say, against each other and by name."""
@@ -379,24 +388,21 @@ def _flat(buckets: Iterable[list[NamedTensor]]) -> Iterator[NamedTensor]:
 
 
 def _shown(loss: Loss, micros: list[tuple[list[int], MicroBatch]], step: int) -> list[NamedTensor]:
-    """Per-sample log-probs and entropies that the loss was shown."""
+    """Per-sample log-probs and entropies, or values, that the loss was shown."""
     named: list[NamedTensor] = []
     for outputs, (indices, micro) in zip(loss.shown, micros, strict=True):
-        assert outputs.entropy is not None  # the loss refuses to go without
-        named += [(f"log-probs of {name}", part) for name, part in batches.by_sample(outputs.logprobs, micro, indices, step)]
-        named += [(f"entropy of {name}", part) for name, part in batches.by_sample(outputs.entropy, micro, indices, step)]
+        for what, shown in (("log-probs", outputs.logprobs), ("entropy", outputs.entropy), ("values", outputs.values)):
+            if shown is not None:  # the loss refuses to go without what it needs
+                named += [(f"{what} of {name}", part) for name, part in batches.by_sample(shown, micro, indices, step)]
     return named
 
 
-def _well_formed(outputs: TokenOutputs, micro: MicroBatch, entropy: bool) -> TokenOutputs:
-    """Raises ValueError unless there is one detached float32 log-prob (and entropy, if asked for) a target."""
-    for name, values in (("log-probs", outputs.logprobs), ("entropy", outputs.entropy)):
-        if name == "entropy" and not entropy:
-            continue
-        if values is None or values.dtype is not torch.float32 or values.shape != micro.target_positions.shape or values.requires_grad:
-            found = "None" if values is None else f"{values.dtype} {tuple(values.shape)} requires_grad={values.requires_grad}"
-            raise ValueError(f"{name}: expected torch.float32 {tuple(micro.target_positions.shape)} without gradient, got {found}")
-    return outputs
+def _well_formed(name: str, values: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
+    """Raises ValueError unless there is one detached float32 number a target."""
+    if values is None or values.dtype is not torch.float32 or values.shape != micro.target_positions.shape or values.requires_grad:
+        found = "None" if values is None else f"{values.dtype} {tuple(values.shape)} requires_grad={values.requires_grad}"
+        raise ValueError(f"{name}: expected torch.float32 {tuple(micro.target_positions.shape)} without gradient, got {found}")
+    return values
 
 
 def _some(what: str, names: list[str]) -> str:

@@ -25,6 +25,7 @@ _WEIGHTS = (1e-5, 2e-3)  # three steps change a weight by about a hundredth of i
 BOUNDS: dict[str, tuple[float, float]] = {
     "log-probs": _NUMBERS,
     "entropy": _NUMBERS,
+    "values": _NUMBERS,
     "outputs in training": _NUMBERS,
     "loss": _NUMBERS,
     "statistics of the loss": _NUMBERS,
@@ -35,6 +36,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     CHANGE: (5e-4, 2e-1),  # float32 rounds a weight by up to 1e-4 of such a change
     "log-probs after 3 steps": _NUMBERS,
     "entropy after 3 steps": _NUMBERS,
+    "values after 3 steps": _NUMBERS,
     "weights saved": _WEIGHTS,
     "step after saving": _WEIGHTS,
     "step after restoring": _WEIGHTS,
@@ -47,6 +49,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sleep: parameters after 3 steps": _WEIGHTS,
     "forward-only: log-probs": _NUMBERS,
     "forward-only: entropy": _NUMBERS,
+    "forward-only: values": _NUMBERS,
     "memory: all tensors": (0.1, 0.1),  # buffers of communication, the batch
     "memory: after close": (0.05, 0.05),
 }

@@ -25,9 +25,10 @@ def test_recipe_is_valid_and_plugin_sections_too(path: Path, tmp_path: Path) -> 
     assert config.load(tmp_path / "resolved.yaml") == recipe
     assert recipe.algorithm is not None
     algorithm = resolve(recipe.algorithm, recipe.rollout.max_tokens)  # refuses keys that the preset would not read
-    planned = plan(recipe, algorithm.needs_reference)
+    planned = plan(recipe, algorithm.needs_reference, algorithm.needs_critic)
     assert planned.world_size == recipe.runtime.ranks
-    assert planned.roles == {"policy", "engine"} | ({"reference"} if algorithm.needs_reference else set())
+    needed = {"reference": algorithm.needs_reference, "critic": algorithm.needs_critic}
+    assert planned.roles == {"policy", "engine", *(role for role, is_needed in needed.items() if is_needed)}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)

@@ -19,7 +19,7 @@ from drumroll.backends import state
 from drumroll.backends.base import Kind, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.config import Section
 from drumroll.digest import digest
-from drumroll.errors import UserError
+from drumroll.errors import RunError, UserError
 from drumroll.types import Denominators, LossFn, MicroBatch, Stat, TokenOutputs
 
 
@@ -35,6 +35,8 @@ class Plain:
             raise UserError(f"this backend computes in float32, got {model.compute_dtype}")
         if model.lora is not None or (optim is not None and optim.name != "adamw"):
             raise UserError("this backend has AdamW, and no adapters")
+        if model.head == "value":
+            raise UserError("this backend has no value head")
         logging.disable_progress_bar()
         self.spec, self.optim = model, optim
         self.model = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).to(ctx.device).eval()
@@ -60,6 +62,9 @@ class Plain:
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> TokenOutputs:
         logprobs, entropies = self.forward(micro)
         return TokenOutputs(logprobs, entropies if entropy else None)
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        raise RunError("this backend has no value head")
 
     def forward_backward(self, micro: MicroBatch, loss: LossFn, denominators: Denominators, last: bool) -> dict[str, Stat]:
         result = loss(TokenOutputs(*self.forward(micro)), micro, denominators)

@@ -106,11 +106,8 @@ def cispo(b: Batch) -> float:
 
 
 def ppo(b: Batch) -> float:
-    total = 0.0
-    for r, a in zip(b.ratios(), A_BATCH, strict=True):
-        terms = clipped(r, a, 0.2, 0.2)
-        total += (np.maximum(terms, 3.0 * a) if a < 0 else terms).sum()
-    return float(total / N)
+    """1/N sum_t min(r A, clip(r) A), A the critic's: here the batch's, as its values are another test's matter."""
+    return float(sum(clipped(r, a, 0.2, 0.2).sum() for r, a in zip(b.ratios(), A_BATCH, strict=True)) / N)
 
 
 # name -> (paper's objective, spread of the old log-probs, overrides)
@@ -144,7 +141,7 @@ def library_gradient(
         per_token = kl.estimate(algorithm.kl.estimator, torch.from_numpy(old), torch.from_numpy(ref))
         sums = [float(part.sum()) for part in ragged(per_token.numpy())]
         rewards = kl.penalise(rewards, [sums[:3], sums[3:]], algorithm.kl.coef)
-    per_sample = np.concatenate(compute(algorithm.advantage, rewards))
+    per_sample = np.concatenate(compute("batch" if algorithm.advantage == "gae" else algorithm.advantage, rewards))
     lengths = [n for group in LENGTHS for n in group]
     micro = MicroBatch(
         token_ids=torch.zeros(N, dtype=torch.int64),
@@ -190,6 +187,7 @@ def test_gradient_is_the_papers(name: str) -> None:
 
 
 def test_presets_declare_their_needs() -> None:
+    assert [name for name, a in PRESETS.items() if a.needs_critic] == ["ppo"]
     needs = {name: (a.needs_group, a.needs_reference, a.needs_old_logprobs) for name, a in PRESETS.items()}
     assert needs == {
         "grpo": (True, True, False),
@@ -222,6 +220,17 @@ def test_overrides_win_and_a_partial_kl_keeps_the_presets_rest() -> None:
     assert not resolve(AlgorithmConfig.model_validate({"name": "grpo", "kl": {"coef": 0}}), 100).needs_reference
 
 
+def test_a_critics_settings_and_when_the_policy_trains() -> None:
+    tree = {"name": "grpo", "advantage": "gae", "lam": 1, "critic": {"lr": 3e-4, "warmup_steps": 2, "value_clip": 0}}
+    algorithm = resolve(AlgorithmConfig.model_validate(tree), 10)
+    assert (algorithm.gamma, algorithm.lam, algorithm.critic.lr, algorithm.critic.path) == (1.0, 1.0, 3e-4, None)
+    assert [algorithm.trains_policy(step) for step in (1, 2, 3)] == [False, False, True]
+    assert [resolve(AlgorithmConfig(name="grpo"), 10).trains_policy(step) for step in (1, 2)] == [True, True]
+    loss = pickle.loads(pickle.dumps(algorithm.critic.loss()))
+    assert loss.keywords == {"clip": None}
+    assert resolve(AlgorithmConfig(name="ppo"), 10).critic.loss().keywords == {"clip": 0.2}  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("old", "minibatches", "epochs", "expected"),
     [("auto", 1, 1, False), ("auto", 2, 1, True), ("auto", 1, 2, True), ("engine", 4, 2, False), ("recompute", 1, 1, True)],
@@ -239,6 +248,9 @@ def test_when_the_trainer_scores_old_log_probs(old: str, minibatches: int, epoch
         ({"name": "ppo", "dynamic_sampling": True}, "dynamic_sampling: true needs group_size"),
         ({"name": "rloo", "clip_low": 0.1}, "clip_low: 0.1 is not read"),
         ({"name": "gspo", "dual_clip": 3}, "dual_clip: 3.0 is not read"),
+        ({"name": "grpo", "critic": {"lr": 1e-4}}, "critic: lr not read: advantage: group has no critic; choose preset ppo"),
+        ({"name": "rloo", "lam": 0.9}, "lam: 0.9 is not read: only advantage: gae reads it"),
+        ({"name": "rloo", "gamma": 0.9}, "gamma: 0.9 is not read"),
         ({"name": "grpo", "constant_length": 5}, "constant_length: 5 is not read"),
         ({"name": "grpo", "max_draws": 2}, "max_draws: 2 is not read"),
         ({"name": "grpo", "overlong_buffer": 2}, "overlong_buffer: 2 is not read"),
