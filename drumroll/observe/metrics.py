@@ -105,7 +105,8 @@ class DigestRecord:
     """One line of `digests.jsonl`: every weight as it is after a step."""
 
     step: int  # of the run's pipeline; 0: before the first
-    digests: dict[str, str]  # HF name (adapters: that of PEFT; a critic's below `critic.`) -> digest of the float32 tensor (`drumroll.digest`), 16 hexadecimal digits
+    # HF name (adapters: that of PEFT; a critic's below `critic.`) -> digest of the float32 tensor (drumroll.digest), 16 hexadecimal digits
+    digests: dict[str, str]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

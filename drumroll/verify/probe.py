@@ -274,7 +274,7 @@ class Probe:
                     stats |= {name: stats.get(name, Stat()).merge(stat) for name, stat in found.items()}
             if gradients:
                 named = _shown(loss, micros, step)
-                seen.compare("outputs in training", f"outputs-{step}", named, whole=False)
+                seen.compare("outputs in training", f"outputs-{step}", named, whole=False, one_scale=case.model.head == "value")
                 with checking(gradients):
                     seen.compare(gradients, f"gradients-{step}", backend.gradients())
             with checking("step"):
@@ -311,7 +311,7 @@ class Probe:
         with checking(check):
             for indices, micro in micros:
                 found += batches.by_sample(_well_formed("values", backend.values(micro), micro), micro, indices, 0)
-            seen.compare(check, f"{moment}-values", found, whole=False)
+            seen.compare(check, f"{moment}-values", found, whole=False, one_scale=True)
 
     def _exports(self, backend: Backend, report: Report) -> None:
         """What `weights` and `digests` say, against each other and by name."""

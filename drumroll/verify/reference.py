@@ -46,14 +46,17 @@ class Observer:
         if known is None or value > known.value:
             self.deviations[check] = Deviation(value, where)
 
-    def compare(self, check: str, group: str, named: Iterable[NamedTensor], whole: bool = True) -> None:
-        """Measure `named` against the group; see `distance`. `whole`: a name that is missing counts too."""
+    def compare(self, check: str, group: str, named: Iterable[NamedTensor], whole: bool = True, one_scale: bool = False) -> None:
+        """Measure `named` against the group; see `distance`. `whole`: a name that is missing counts too.
+
+        `one_scale`: over the group's largest value, for numbers on both sides of 0, of which a few near it have no scale of their own.
+        """
         if self.writes:
             self._write(group, named)
             self.note(check, 0.0)
             return
         with safe_open(self._file(group), framework="pt") as reader:
-            floor = float(reader.metadata()["largest"]) * self.floor
+            floor = float(reader.metadata()["largest"]) * (1.0 if one_scale else self.floor)
             missing = set(reader.keys())
             self.note(check, 0.0)
             for name, tensor in named:

@@ -115,7 +115,7 @@ def test_single_is_autograd_over_the_plain_body(single: dict[str, Any], root: Pa
 
 
 def test_ranks_equal_single(single: dict[str, Any], root: Path) -> None:
-    """Outputs, gradients, norms and weights of all backends on two ranks, one of which has no sample, to 1e-5; the head's one row included."""
+    """Outputs, gradients, norms and weights of all backends on two ranks, one of which has no sample, to 1e-5; the head's one row too."""
     found = run_ranks(train_all, 2, list(SHARDED), root / "model", root / "two", torch.float32)
     for index, (name, options) in enumerate(SHARDED):
         first, second = found[0][index], found[1][index]
