@@ -58,7 +58,6 @@ def single(folders: dict[str, Path]) -> dict[tuple[str, str], Trained]:
 @pytest.mark.parametrize(
     ("ranks", "options", "computing"),
     [
-        (2, {"expert_ranks": 2}, {}),
         (2, {"expert_ranks": 2, "grad_sync": "last", "reshard_after_forward": False}, {"checkpointing": "full"}),
         (2, {"expert_ranks": 2, "offload": True}, {"checkpointing": "selective"}),
         (4, {"expert_ranks": 4}, {}),
@@ -170,24 +169,37 @@ def test_experts_without_a_token_have_zero_gradients_and_stay(tmp_path: Path) ->
 # What is refused
 
 
-def refusal(rank: int, ranks: int, options: dict[str, Any], folder: Path, computing: dict[str, Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        runs.start(rank, ranks, "fsdp2", options, ModelSpec(str(folder), **computing), None)
-    return str(caught.value)
+Refused = tuple[dict[str, Any], str, dict[str, Any], str]  # options, model, how it computes, what is said
+REFUSED: dict[int, list[Refused]] = {
+    2: [
+        ({"expert_ranks": 2}, "llama", {}, "expert_ranks=2: LlamaForCausalLM has no experts"),
+        ({"expert_ranks": 2}, "odd", {}, "no multiple of 16 bytes"),
+        ({"expert_ranks": 2}, MIXTRAL, {"tile_mlp": 16}, "set model.tile_mlp=0"),
+    ],
+    3: [
+        ({"expert_ranks": 3}, MIXTRAL, {}, "expert_ranks=3 does not divide the 4 experts of MixtralForCausalLM"),
+        ({"expert_ranks": 2}, MIXTRAL, {}, "expert_ranks=2 does not divide the 3 ranks"),
+    ],
+}
 
 
-def test_what_cannot_be_is_refused_with_a_reason(folders: dict[str, Path], tmp_path: Path) -> None:
-    torch.manual_seed(7)
-    odd = MixtralConfig(**plain._SHAPE, intermediate_size=41, num_local_experts=6)
-    Auto.from_config(odd).save_pretrained(tmp_path / "odd")
-    Auto.from_config(LlamaConfig(**plain._SHAPE, intermediate_size=40)).save_pretrained(tmp_path / "llama")
-    cases: list[tuple[int, dict[str, Any], Path, dict[str, Any], str]] = [
-        (2, {"expert_ranks": 2}, tmp_path / "llama", {}, "expert_ranks=2: LlamaForCausalLM has no experts"),
-        (2, {"expert_ranks": 2}, tmp_path / "odd", {}, "no multiple of 16 bytes"),
-        (3, {"expert_ranks": 3}, folders[MIXTRAL], {}, "expert_ranks=3 does not divide the 4 experts of MixtralForCausalLM"),
-        (3, {"expert_ranks": 2}, folders[MIXTRAL], {}, "expert_ranks=2 does not divide the 3 ranks"),
-        (2, {"expert_ranks": 2}, folders[MIXTRAL], {"tile_mlp": 16}, "set model.tile_mlp=0"),
-    ]
-    for ranks, options, folder, computing, expected in cases:
-        for said in run_ranks(refusal, ranks, options, folder, computing):
-            assert expected in said
+def refusals(rank: int, ranks: int, folders: dict[str, Path]) -> list[str]:
+    said = []
+    for options, model, computing, _ in REFUSED[ranks]:
+        with pytest.raises(UserError) as caught:
+            runs.start(rank, ranks, "fsdp2", options, ModelSpec(str(folders[model]), **computing), None)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("ranks", list(REFUSED))
+def test_what_cannot_be_is_refused_with_a_reason(ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    others = {
+        "odd": MixtralConfig(**plain._SHAPE, intermediate_size=41, num_local_experts=6),
+        "llama": LlamaConfig(**plain._SHAPE, intermediate_size=40),
+    }
+    for name, config in others.items():
+        Auto.from_config(config).save_pretrained(tmp_path / name)
+    for said in run_ranks(refusals, ranks, folders | {name: tmp_path / name for name in others}):
+        for text, (_, _, _, expected) in zip(said, REFUSED[ranks], strict=True):
+            assert expected in text

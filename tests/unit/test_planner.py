@@ -25,6 +25,7 @@ from drumroll.planner.measure import micro_batch
 from drumroll.planner.phases import CACHE, OPTIMIZER, PARAMETERS, SAMPLING, STEP, TRAIN
 from drumroll.planner.source import config_folder
 from drumroll.planner.trace import Batch, build_fake, trace
+from drumroll.planner.traffic import traffic
 from tests import scorer_models
 
 CPU = torch.device("cpu")
@@ -207,6 +208,31 @@ def test_hybrid_gradients_travel_twice() -> None:
     plan = forecast(quickstart("runtime.ranks=4", "backend.fsdp2.replicas=2"), quickstart_folder())
     of = {traffic.what: traffic.bytes for traffic in plan.traffic}
     assert of["gradients all-reduced"] == pytest.approx(4 * plan.parameters / 2, rel=0.02)  # 2 (R-1)/R of a half
+
+
+def test_tokens_travel_to_shared_experts_and_these_are_gathered_no_more(tmp_path: Path) -> None:
+    """2 layers of 4 experts, 2 a token: rows of 32 numbers, 57 tokens; an expert has 3 · 64 · 32 numbers."""
+    folder, experts = scorer_models.make("mixtral", tmp_path), 4 * 2 * 4 * 3 * 64 * 32  # bytes
+    rows = 4 * 2 * 57 * 2 * 32  # bytes of all layers
+    of = {}
+    for shared in (1, 2, 4):
+        for checkpointing in ("none", "full"):
+            spec = ModelSpec(str(folder), checkpointing=checkpointing)
+            scene = training_scene(spec, OptimSpec(), footprint("fsdp2", 4, expert_ranks=shared), BATCH, 3, CPU)
+            of[shared, checkpointing] = {t.what: t for t in traffic(scene, 4, optimizer_steps=1, scored=2)}
+    alone = of[1, "none"]
+    assert "tokens to experts and back in forward" not in alone
+    for shared in (2, 4):
+        plain, again = of[shared, "none"], of[shared, "full"]
+        once = 2 * rows * (shared - 1) / shared
+        there = plain["tokens to experts and back in forward"]
+        assert (there.bytes, there.times) == (once, 5)
+        assert (plain["the same in backward"].bytes, plain["the same in backward"].times) == (once, 3)
+        assert again["the same in backward"].bytes == 2 * once
+        alike = 4 // shared
+        fewer = experts * 3 / 4 - experts / shared * (alike - 1) / alike
+        for what in ("parameters gathered in forward", "parameters gathered in backward", "gradients reduce-scattered"):
+            assert alone[what].bytes - plain[what].bytes == fewer
 
 
 def quickstart(*overrides: str) -> config.RunConfig:
