@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,12 +37,24 @@ def common(
     """Options of the program itself: only `--version`, which its callback answers."""
 
 
+def _file_to_write(path: Path | None) -> Path | None:
+    """Refuse, before minutes of work and not after, what cannot be written."""
+    if path is None:
+        return None
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: expected the name of a file to write")
+    if not place.is_dir() or not os.access(path if path.exists() else place, os.W_OK):
+        raise UserError(f"{path} cannot be written: {'no permission' if place.is_dir() else f'{place} is a file'}")
+    return path
+
+
 Recipe = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values instead of the recipe's, e.g. runtime.ranks=4 backend.name=ddp.", show_default=False),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the table as JSON rows to this file.")]
+Json = Annotated[Path | None, typer.Option("--json", callback=_file_to_write, help="Also write the table as JSON rows to this file.")]
 
 
 @app.command(
@@ -120,8 +133,12 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: Annotated[str, typer.Option(help="Only the variants with this text in their name.", show_default=False)] = "",
     json: Json = None,
-    html: Annotated[Path | None, typer.Option(help="Also write the matrix and every cell as a page to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write the matrix and the worst values as Markdown to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(callback=_file_to_write, help="Also write the matrix and every cell as a page to this file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(callback=_file_to_write, help="Also write the matrix and the worst values as Markdown to this file.")
+    ] = None,
 ) -> None:
     """Compare training backends with `single`, the executable specification."""
     from drumroll.verify import command
@@ -145,7 +162,7 @@ def plan(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, where model.path is not on this machine: weights are not needed.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the plan as JSON to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", callback=_file_to_write, help="Also write the plan as JSON to this file.")] = None,
 ) -> None:
     """Say how much memory a rank will need in each phase, and what a step sends, before anything is launched."""
     from drumroll.planner import command
@@ -176,7 +193,7 @@ def export(
     overrides: Overrides = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with adapters: these alone, for PEFT, not merged.")] = False,
-    shard_gib: Annotated[float, typer.Option(help="Most GiB of tensors in one file.")] = 4.0,
+    shard_gib: Annotated[float, typer.Option(min=0.0, help="Most GiB of tensors in one file; a larger tensor has one of its own.")] = 4.0,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, and check it against the live model."""
     from drumroll.pipelines import export as pipeline

@@ -434,7 +434,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{file}: no such recipe")
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{file}: expected a mapping of keys at the top level, got {type(tree).__name__}")
@@ -496,7 +496,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """As in the base class; raises a YAML error with the line of a key that stands twice."""
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # others the base class refuses
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
             seen.add(key.value)

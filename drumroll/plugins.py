@@ -13,6 +13,7 @@ import importlib.util
 import json
 import pkgutil
 import sys
+import traceback
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
@@ -88,9 +89,13 @@ def check(config: RunConfig, where: str = "config") -> None:
 def _typed(kind: str, section: NamedSection, name: str, where: str) -> BaseModel:
     key = f"{kind.removesuffix('s')}.{name}"
     try:
-        schema: type[BaseModel] = load(kind, name).Config
+        schema = load(kind, name).Config
     except UserError as error:
         raise UserError(f"{where}: {key}: {error}") from error
+    except AttributeError as error:
+        raise UserError(f"{where}: {key}: {error}; expected a plug-in, a class or object as in drumroll/{kind}/base.py") from error
+    if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
+        raise UserError(f"{where}: {key}: its Config is {schema!r}, expected a subclass of pydantic's BaseModel")
     return validate(schema, section.sections.get(name, {}), where, key)
 
 
@@ -109,9 +114,11 @@ def _import_module(where: str, path: str) -> Any:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
-        if error.name is not None and not where.startswith(error.name):
-            raise  # the user's module exists and one of its own imports is missing: their traceback says more
+        if error.name is not None and not where.startswith(error.name):  # the module exists, and something that it imports does not
+            raise UserError(f"{path!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
         raise UserError(f"{path!r}: no module {where!r}; expected module:Name on the Python path, or file.py:Name") from error
+    except Exception as error:  # fault boundary: the user's module
+        raise UserError(f"{path!r}: {where or 'a module without a name'} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(where: str) -> Any:
@@ -125,5 +132,15 @@ def _import_file(where: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that what it defines can be pickled by name and dataclasses resolve
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # fault boundary: the user's file
+        del sys.modules[name]  # half of it
+        raise UserError(f"{where}: cannot be imported: {_where(error, file)}{type(error).__name__}: {error}") from error
     return module
+
+
+def _where(error: Exception, file: Path) -> str:
+    """The last line of the user's own file on the way to the error; an error of syntax says its own."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"line {lines[-1]}: " if lines else ""

@@ -38,6 +38,7 @@ class Compared:
     metrics: Difference | None
     digested: Sequence[int]  # steps after which the weights were compared
     weights: Difference | None
+    further: tuple[int, int] = (0, 0)  # steps that only the first, and only the second, has
 
     @property
     def equal(self) -> bool:
@@ -52,6 +53,9 @@ def diff(first: Path, second: Path, console: Console | None = None) -> bool:
     console = console or Console()
     found = compare(first, second)
     console.print(f"{first} and {second}: {found.steps} steps in both, weights compared after {_steps(found.digested)}", highlight=False)
+    for run, further in zip((first, second), found.further, strict=True):
+        if further:
+            console.print(f"{run} has {further} step{'s' if further > 1 else ''} more: not compared", highlight=False)
     for name, difference in (("numbers", found.metrics), ("weights", found.weights)):
         if difference is None:
             console.print(f"[green]{name}: equal[/]", highlight=False)
@@ -78,6 +82,7 @@ def compare(first: Path, second: Path) -> Compared:
         metrics=_first((_named(step), _numbers(metrics[0][step], metrics[1][step])) for step in both),
         digested=digested,
         weights=_first((f"step {step}", _tensors(digests[0][step], digests[1][step])) for step in digested),
+        further=(len(metrics[0]) - len(both), len(metrics[1]) - len(both)),
     )
 
 

@@ -46,7 +46,7 @@ from drumroll import env
 from drumroll.backends.base import RankContext
 from drumroll.errors import RunError, UserError
 from drumroll.runtime import stacks
-from drumroll.runtime.memory import ran_out, words_of_error, words_of_kill
+from drumroll.runtime.memory import check_processes, ran_out, words_of_error, words_of_kill
 
 GRACE_S = 1.0  # how long peers of a failed rank may take to report their own side
 CLOSE_S = 10.0  # how long ranks may take to close by themselves
@@ -97,11 +97,14 @@ def launch(
 ) -> Ranks[W]:
     """Start `factory(context)`, which must pickle, on every rank. `timeout_s`: the longest that a call to processes may take.
 
-    Raises UserError for missing devices; this and every call raise RankFailure when a rank fails.
+    Raises UserError for missing devices and for more processes than memory has room for; this and every call raise RankFailure when a
+    rank fails.
     """
     kind = resolve_device(device, ranks)
     if ranks == 1 and in_process:
         return _InProcess(factory, kind)
+    if kind == "cpu":
+        check_processes(ranks)
     return _Processes(factory, ranks, kind, timeout_s)
 
 

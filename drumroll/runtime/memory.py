@@ -7,12 +7,28 @@ from pathlib import Path
 
 import torch
 
+from drumroll.errors import UserError
+
 # Kernel counters of processes killed because memory ran out: of this container where it has one (cgroup v2), else of the machine.
 _COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
+_MEMINFO = Path("/proc/meminfo")
+PROCESS_BYTES = 280 << 20  # of a rank's process on a CPU: Python, torch, transformers, gloo's buffers
 _ADVICE = (
     "lower train.micro_batch_tokens, shard over more ranks, or look at what `drumroll plan` says of this recipe (model.checkpointing, "
     "optim.offload, runtime.take_turns)"
 )
+
+
+def check_processes(ranks: int) -> None:
+    """Raises UserError where so many processes would take all memory before any of them has a model."""
+    if not _MEMINFO.is_file():
+        return
+    free = int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    if ranks * PROCESS_BYTES > free:
+        raise UserError(
+            f"runtime.ranks={ranks}: a rank is a process of {PROCESS_BYTES >> 20} MiB before it has a model, and {free >> 20} MiB of this "
+            f"machine's memory are free: lower it to {max(1, free // PROCESS_BYTES)} or less"
+        )
 
 
 def ran_out() -> int | None:

@@ -138,7 +138,7 @@ def _plugins(kind: Literal["backends", "engines"]) -> Iterator[Finding]:
 
 def _first_sentence(module: str) -> str:
     text = inspect.getdoc(importlib.import_module(module)) or ""
-    return text.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
+    return text.split("\n\n")[0].replace("\n", " ").replace("et al. ", "et al.\xa0").split(". ")[0].replace("\xa0", " ").rstrip(".")
 
 
 def _folders() -> Iterator[Finding]:

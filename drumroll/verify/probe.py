@@ -31,6 +31,9 @@ from drumroll.verify.subjects import Subject
 FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # see Observer
 SETTLING, SETTLING_S = 10, 1.0  # looks, and seconds that they take together
 SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
+BESIDE = "forward-only: unmoved by training"
+TRAINING = "forward-only: what trains beside it"
+SENT_AGAIN = "weights that a push sends again"
 FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
 FOREIGN_STEP = f"step after {plugins.SPECIFICATION_BACKEND}'s save"
 
@@ -158,6 +161,11 @@ class Probe:
         with checking("save"):
             backend.save(case.scratch / SAVED)
             seen.compare("weights saved", "saved", _flat(backend.weights(torch.float32)))
+        with checking(SENT_AGAIN):
+            seen.compare(SENT_AGAIN, "changing", _flat(backend.weights(torch.float32, trained_only=True)))
+            if case.model.lora is not None:
+                seen.compare(SENT_AGAIN, "adapters", _flat(backend.weights(torch.float32, trained_only=True, apart=True)))
+        with checking("save"):
             report.exported = fingerprints(_flat(backend.weights(torch.float32)))
         self._go_on(case, backend, seen, "step after saving")
         _close(backend)
@@ -222,15 +230,21 @@ class Probe:
         return report
 
     def forward_only(self, case: Case) -> Report:
-        """An instance without an optimizer scores, and holds nothing else."""
-        report = Report(_observer(case, "train"))
+        """An instance without an optimizer, as a reference is, scores and holds nothing else, also beside a policy that trains."""
+        report = Report(_observer(case, "forward-only"))
+        seen = report.observer
+        policy = self._start(case, case.optim)
         backend = self._start(case, None)
-        self._score(case, backend, report.observer, "before", "forward-only: {}")
+        self._score(case, backend, seen, "before", "forward-only: {}")
         with checking("forward-only: memory"):
             held = backend.memory()
             extra = held["gradient"] + held["optimizer"]
-            report.observer.note("forward-only: memory", extra, "bytes of gradients and optimizer state")
+            seen.note("forward-only: memory", extra, "bytes of gradients and optimizer state")
+        self._steps(case, policy, seen, range(1))
+        self._score(case, backend, seen, "before", BESIDE)
+        self._score(case, policy, seen, "after", TRAINING)
         _close(backend)
+        _close(policy)
         return report
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from drumroll.backends import state
 from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, StepResult
 from drumroll.observe.checks import CheckRow
 from drumroll.types import Stat
-from drumroll.verify.probe import FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, Case, Report
+from drumroll.verify.probe import BESIDE, FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, SENT_AGAIN, TRAINING, Case, Report
 from drumroll.verify.reference import Deviation, differing, distance
 
 CHANGE = "change of the parameters"
@@ -38,6 +38,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "entropy after 3 steps": _NUMBERS,
     "values after 3 steps": _NUMBERS,
     "weights saved": _WEIGHTS,
+    SENT_AGAIN: _WEIGHTS,
     "step after saving": _WEIGHTS,
     "step after restoring": _WEIGHTS,
     FOREIGN_STEP: _WEIGHTS,
@@ -50,6 +51,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "forward-only: log-probs": _NUMBERS,
     "forward-only: entropy": _NUMBERS,
     "forward-only: values": _NUMBERS,
+    BESIDE: _NUMBERS,
+    TRAINING: _NUMBERS,
     "memory: all tensors": (0.1, 0.1),  # buffers of communication, the batch
     "memory: after close": (0.05, 0.05),
 }

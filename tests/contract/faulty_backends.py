@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -434,6 +435,21 @@ class RoundsTheExport(Plain):
             yield [(name, tensor.to(dtype)) for name, tensor in bucket]
 
 
+class SendsAllAgain(Plain):
+    """What is frozen too."""
+
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
+        return super().weights(dtype)
+
+
+class ForgetsToSendNorms(Plain):
+    """The first push is whole, those after it are not."""
+
+    def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
+        buckets = super().weights(dtype, trained_only)
+        yield from (bucket for bucket in buckets if not (trained_only and "norm" in bucket[0][0]))
+
+
 class ExportsOnTheFirstRankOnly(Plain):
     def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
         yield from super().weights(dtype) if dist.get_rank() == 0 else ()
@@ -583,6 +599,16 @@ class StaysAfterClose(Plain):
 class HoldsMomentsWithoutAnOptimizer(Plain):
     def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
         super().setup(ctx, model, optim or OptimSpec())
+
+
+class SharesWhatIsAlive(Plain):
+    """Instances of one model share what the first of them has loaded: a reference moves with its policy."""
+
+    alive: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()
+
+    def setup(self, ctx: RankContext, model: ModelSpec, optim: OptimSpec | None) -> None:
+        super().setup(ctx, model, optim)
+        self.model = self.alive.setdefault(model.path, self.model)
 
 
 # Processes

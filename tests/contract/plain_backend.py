@@ -119,7 +119,7 @@ class Plain:
             parameter.grad = None
 
     def weights(self, dtype: torch.dtype, trained_only: bool = False, apart: bool = False) -> Iterator[list[NamedTensor]]:
-        for name, parameter in self.parameters.items():
+        for name, parameter in (self.trained if trained_only else self.parameters).items():
             yield [(name, parameter.detach().to(dtype))]
 
     def gradients(self) -> Iterator[NamedTensor]:

@@ -24,11 +24,11 @@ from drumroll.errors import UserError
 from drumroll.observe.checks import CheckRow, read_rows, write_rows
 from drumroll.verify import command, subjects, suite, variants
 from drumroll.verify.batches import POISONED, SPLITS, STEPS, plan, samples
-from drumroll.verify.probe import FOREIGN_STEP, FOREIGN_WEIGHTS
+from drumroll.verify.probe import BESIDE, FOREIGN_STEP, FOREIGN_WEIGHTS, SENT_AGAIN, Probe
 from drumroll.verify.rows import NOT_APPLICABLE, Labels
 from drumroll.verify.suite import Prepared, Setup
 from drumroll.verify.trial import MAX_CRASHES, Job, Specification, Trial
-from drumroll.verify.variants import AS_IS, COMMON
+from drumroll.verify.variants import AS_IS, COMMON, Variant
 from drumroll.verify.view import show
 
 HERE = Path(__file__).parent
@@ -137,10 +137,12 @@ def jobs_and_trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[l
     root = tmp_path_factory.mktemp("verify")
     tested = [subject for subject in subjects.builtin(root / "models") if subject.name.startswith("llama")]
     prepared = Prepared(Setup())
+    frozen = Variant(name="frozen", model={"trainable": (r"\.1\.", "norm")}, scenarios=(Probe.checkpoint,))
     with Specification(root, "cpu", 60.0) as specification:
-        prepared.add(AS_IS, tested, specification)
+        for variant in (AS_IS, frozen):
+            prepared.add(variant, tested, specification)
     with Trial(f"{FAULTY}:PLUGIN", 2, "cpu", 60.0, root / "trial", prepared.expected) as trial:
-        yield prepared.jobs(AS_IS, {}), trial
+        yield [*prepared.jobs(AS_IS, {}), *prepared.jobs(frozen, {})], trial
 
 
 def run(jobs: list[Job], trial: Trial, fault: str, scenario: str, model: str = "llama") -> list[CheckRow]:
@@ -151,8 +153,8 @@ def run(jobs: list[Job], trial: Trial, fault: str, scenario: str, model: str = "
 
 def matches(job: Job, scenario: str) -> bool:
     name = job.scenario.__name__
-    if scenario == "frozen":
-        return name == "skip" and bool(job.case.model.trainable)
+    if scenario in ("frozen", "frozen state"):
+        return name == ("skip" if scenario == "frozen" else "checkpoint") and bool(job.case.model.trainable)
     if scenario in ("train", "whole"):
         return name == "train" and job.case.split == (SPLITS[0] if scenario == "whole" else SPLITS[1])
     return name == scenario and not job.case.model.trainable
@@ -226,6 +228,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "WakesWithoutMoments": ("sleep", "sleep: parameters after 3 steps", "sleep: weights after waking"),
     "HidesACopy": ("memory", "memory: all tensors", "memory: optimizer"),
     "StaysAfterClose": ("memory", "memory: after close", "memory: all tensors"),
+    "SendsAllAgain": ("frozen state", SENT_AGAIN, "weights saved"),
+    "ForgetsToSendNorms": ("frozen state", SENT_AGAIN, "weights saved"),
+    "SharesWhatIsAlive": ("forward_only", BESIDE, "forward-only: log-probs"),
     "HoldsMomentsWithoutAnOptimizer": ("forward_only", "forward-only: memory", "forward-only: log-probs"),
 }
 
@@ -239,7 +244,9 @@ def test_a_planted_fault_is_named(fault: str, jobs_and_trial: tuple[list[Job], T
     assert all(row.options["where"] for row in rows if row.check == responsible and not row.passed and row.tolerance != 1.0)
 
 
-@pytest.mark.parametrize("scenario", ["whole", "train", "memory", "forward_only", "checkpoint", "adopt", "skip", "frozen", "sleep"])
+@pytest.mark.parametrize(
+    "scenario", ["whole", "train", "memory", "forward_only", "checkpoint", "adopt", "skip", "frozen", "frozen state", "sleep"]
+)
 def test_every_scenario_passes_without_a_fault(scenario: str, jobs_and_trial: tuple[list[Job], Trial]) -> None:
     """So that what the faults fail is their doing."""
     assert failed(run(*jobs_and_trial, "Plain", scenario)) == set()

@@ -248,6 +248,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: list[st
         ("- 1", ["mapping", "list"]),
         ("seed: 1\nmax_steps: 2\nseed: 3\n", ["'seed' stands twice", "line 3"]),
         ("optim: {lr: 1, lr: 2}", ["'lr' stands twice"]),
+        ("{[a]: b}", ["unhashable key"]),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -40,7 +40,10 @@ def test_equal_runs_are_equal_also_in_a_nan_and_where_one_is_longer(tmp_path: Pa
         write(tmp_path / "b", [*lost, healthy_record(5)], {0: WEIGHTS, 4: WEIGHTS, 5: WEIGHTS}),
     )
     assert found.equal
-    assert (found.steps, list(found.digested)) == (4, [0, 4])
+    assert (found.steps, list(found.digested), found.further) == (4, [0, 4], (0, 1))
+    shown = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert shown.exit_code == 0
+    assert "has 1 step more: not compared" in " ".join(shown.output.split())
 
 
 def test_the_first_step_and_what_differs_in_it_are_named(tmp_path: Path) -> None:
