@@ -71,7 +71,7 @@ class Bench:
         """Seconds of stall, of each step done while it was being written, and until it was valid."""
         state = DriverState(self.step, self.policy.applied_steps, 0, self.policy.version, Cursor())
         store, started = store_of(self.config), time.perf_counter()
-        draft = store.draft(state, self.config, self.model, rng.capture())
+        draft = store.draft(state, self.config, self.model, rng.capture(), self.policy.generators())
         self.policy.save(store, draft, background)
         stall, steps = time.perf_counter() - started, []
         while not self.policy.saved():

@@ -3,6 +3,6 @@
 SHARED = frozenset(
     (
         *("adapters", "base", "buckets", "clip", "division", "engine", "footprint", "optim", "placement"),
-        *("replicas", "rows", "sleeping", "spans", "state"),
+        *("replicas", "rows", "shards", "sleeping", "spans", "state"),
     )
 )

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from drumroll.backends.clip import local_part
+from drumroll.backends.shards import ShardWriter
 from drumroll.errors import RunError
 
 MODEL = "model."
@@ -79,7 +80,7 @@ class BackgroundSaver:
 
 def _write(directory: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     try:
-        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True), process_group=group)
+        dcp.save(dict(tensors), storage_writer=ShardWriter(directory), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RunError(
@@ -107,7 +108,8 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> None:
     """Restore `tensors` in place. Collective.
 
-    Raises RunError when the names below `prefixes`, a shape or a dtype in the checkpoint differ from those of `tensors`.
+    Raises RunError when the names below `prefixes`, a shape or a dtype in the checkpoint differ from those of `tensors`, or a file
+    cannot be read.
     """
     saved = _entries(directory)
     saved_names = {name for name in saved if name.startswith(prefixes)}
@@ -119,7 +121,11 @@ def load(directory: Path, tensors: Mapping[str, torch.Tensor], prefixes: tuple[s
         )
     for name, tensor in tensors.items():
         _check_alike(directory, name, tensor, saved[name])
-    dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)))
+    try:
+        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)))
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RunError(f"{directory}: rank {rank} cannot read its part of the checkpoint: {type(cause).__name__}: {cause}") from error
 
 
 def _entries(directory: Path) -> dict[str, TensorStorageMetadata]:

@@ -39,9 +39,9 @@ class DriverState:
 
 
 def environment(device: str) -> dict[str, str]:
-    """What numbers depend on beside the config. `device`: cpu or cuda."""
+    """What numbers depend on beside the config. `device`: cpu or cuda; of a CPU also which of torch's kernels it runs."""
     return {
-        "device": device,
+        "device": f"cpu ({torch.backends.cpu.get_cpu_capability()})" if device == "cpu" else device,
         "drumroll": drumroll.__version__,
         "torch": torch.__version__,
         transformers.__name__: transformers.__version__,

@@ -26,7 +26,7 @@ class Damaged(RunError):
 
 def write(directory: Path) -> None:
     """Put every file below `directory` on the disk, and the manifest after them."""
-    names = sorted(name for file in directory.rglob("*") if file.is_file() and (name := str(file.relative_to(directory))) != NAME)
+    names = _names(directory)
     facts = dict(zip(names, _facts(directory, names), strict=True))
     for folder in {(directory / name).parent for name in names}:
         sync_folder(folder)
@@ -50,6 +50,9 @@ def check(directory: Path) -> None:
         intact = False
     if not intact:
         raise Damaged(f"{file}: changed since it was written, or of another format than {FORMAT}")
+    if strangers := [name for name in _names(directory) if name not in facts]:
+        # A reader of `state/` takes every file there is: that of another checkpoint would come in unseen.
+        raise Damaged(f"{directory / strangers[0]}: not a file of this checkpoint, which has none of that name; remove it")
     for name, fact in facts.items():
         size = (directory / name).stat().st_size if (directory / name).is_file() else None
         if size != fact["size"]:
@@ -66,6 +69,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _names(directory: Path) -> list[str]:
+    """Of all files but the manifest itself, and hidden ones, which a file system may leave behind (.nfs000...)."""
+    names = (file.relative_to(directory) for file in directory.rglob("*") if file.is_file())
+    return sorted(str(name) for name in names if str(name) != NAME and not any(part.startswith(".") for part in name.parts))
 
 
 def _facts(directory: Path, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -14,14 +15,15 @@ _NUMBERS = ("int", "float", "dict")  # annotations of the fields that are metric
 
 
 def kept(steps: Mapping[int, Mapping[str, float]], config: CheckpointConfig) -> set[int]:
-    """The steps that stay. `steps`: step of each valid checkpoint -> its metrics; of several best ones the latest counts."""
+    """The steps that stay. `steps`: step of each valid checkpoint -> its metrics; of several best ones the latest counts, NaN never."""
     ordered = sorted(steps)
     staying = set(ordered[-config.keep :])
     if config.keep_every:
         staying |= {step for step in ordered if step % config.keep_every == 0}
     if config.keep_best is not None:
         sign = 1 if config.keep_best_is == "max" else -1
-        scores = [(sign * steps[step][config.keep_best], step) for step in ordered if config.keep_best in steps[step]]
+        scores = [(sign * steps[step].get(config.keep_best, math.nan), step) for step in ordered]
+        scores = [(score, step) for score, step in scores if not math.isnan(score)]  # NaN compares as neither more nor less
         staying |= {max(scores)[1]} if scores else set()
     return staying
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from drumroll.errors import RunError
 STEP = "step-"
 STAGING = "staging-"  # a save under way, or what a killed one left
 ABANDONED = "abandoned-"  # a step that a resumed run will do again; removed with its next save
+
+_STEP_NAME = re.compile(f"{STEP}[0-9]+")
 
 DRIVER_FILE = "driver.json"
 CONFIG_FILE = "config.yaml"
@@ -84,14 +87,26 @@ class CheckpointStore:
     retention: CheckpointConfig
     reached: Callable[[str], None] = field(default=unheard)  # told each stage of a save, where it happens; for tests
 
-    def draft(self, state: DriverState, config: RunConfig, model: Fingerprint, generators: rng.Generators) -> Checkpoint:
-        """A staging directory with what the driver knows; the ranks' parts are added, then comes `commit`. Raises CannotWrite."""
+    def draft(
+        self,
+        state: DriverState,
+        config: RunConfig,
+        model: Fingerprint,
+        generators: rng.Generators,
+        of_ranks: Sequence[rng.Generators],
+    ) -> Checkpoint:
+        """A staging directory with everything but the ranks' tensors; these are added, then comes `commit`. Raises CannotWrite.
+
+        `generators`: the driver's; `of_ranks`: one entry a rank.
+        """
         made = Checkpoint(self.folder / f"{STAGING}{state.step:08d}")
         try:
             shutil.rmtree(made.path, ignore_errors=True)
             made.tensors.mkdir(parents=True)
             made.generators(None).parent.mkdir()
             rng.write(made.generators(None), generators)
+            for rank, states in enumerate(of_ranks):
+                rng.write(made.generators(rank), states)
             (made.path / DRIVER_FILE).write_text(driver.dump(state), encoding="utf-8")
             (made.path / MODEL_FILE).write_text(identity.dump(model), encoding="utf-8")
             configs.dump(config, made.path / CONFIG_FILE)
@@ -99,13 +114,6 @@ class CheckpointStore:
             raise cannot_write(made.path, error) from error
         self.reached("drafted")
         return made
-
-    def add_generators(self, draft: Checkpoint, rank: int, generators: rng.Generators) -> None:
-        """A rank's random number generators. Raises CannotWrite."""
-        try:
-            rng.write(draft.generators(rank), generators)
-        except OSError as error:
-            raise cannot_write(draft.path, error) from error
 
     def discard(self, step: int) -> None:
         """Remove what a save of `step` that failed has written."""
@@ -130,32 +138,37 @@ class CheckpointStore:
         return final
 
     def _rotate(self, written: Path) -> None:
-        """Older valid checkpoints that the config does not keep go, and what a resumed run has abandoned."""
+        """Older valid checkpoints that the config does not keep go, and what a resumed run has abandoned.
+
+        One that cannot go (somebody reads it on a network disk, or has removed it already) is no fault of the one just written: the next
+        save tries again, and `left_over` names it until then.
+        """
         metrics: dict[int, dict[str, float]] = {}
         for path in self.paths():
             if step_of(path) <= step_of(written) and (path / manifest.NAME).is_file():
                 with contextlib.suppress(RunError):  # of another version: not ours to count or to remove
                     metrics[step_of(path)] = Checkpoint(path).state().metrics
         for step in metrics.keys() - retention.kept(metrics, self.retention):
-            self._remove(self.folder / name_of(step))
-        for path in self.folder.glob(f"{ABANDONED}*"):
-            shutil.rmtree(path)
+            with contextlib.suppress(OSError):
+                self._abandon(self.folder / name_of(step))  # first under another name: a removal that is killed leaves no half
+        for path in self.left_over():
+            with contextlib.suppress(OSError):
+                _delete(path)
 
-    def _remove(self, path: Path) -> None:
-        """Under another name first: a removal that is killed leaves no half of a checkpoint."""
-        gone = self._abandon(path)
-        shutil.rmtree(gone)
+    def left_over(self) -> list[Path]:
+        """What is to be removed, and still there."""
+        return sorted(self.folder.glob(f"{ABANDONED}*"))
 
     def _abandon(self, path: Path) -> Path:
         aside = path.with_name(ABANDONED + path.name)
         if aside.exists():
-            shutil.rmtree(aside)
+            _delete(aside)
         return path.rename(aside)
 
     def paths(self) -> list[Path]:
         """Directories named as checkpoints, valid or not, by ascending step."""
-        found = (path for path in self.folder.glob(f"{STEP}*") if path.is_dir() and path.name.removeprefix(STEP).isdigit())
-        return sorted(found, key=step_of)
+        found = (path for path in self.folder.glob(f"{STEP}*") if path.is_dir() and _STEP_NAME.fullmatch(path.name))
+        return sorted((path for path in found if path.name == name_of(step_of(path))), key=step_of)
 
     def open(self, path: Path) -> Checkpoint:
         """Raises Damaged naming the file that is missing, cut or changed, RunError for names of another version."""
@@ -166,10 +179,21 @@ class CheckpointStore:
         return checkpoint
 
     def go_on_from(self, step: int) -> list[Path]:
-        """Put everything later than `step` aside, remove what killed saves left; returns what was put aside."""
-        for path in self.folder.glob(f"{STAGING}*"):
-            shutil.rmtree(path)
-        return [self._abandon(path) for path in self.paths() if step_of(path) > step]
+        """Put everything later than `step` aside, remove what killed saves left; returns what was put aside. Raises RunError."""
+        try:
+            for path in self.folder.glob(f"{STAGING}*"):
+                shutil.rmtree(path)
+            return [self._abandon(path) for path in self.paths() if step_of(path) > step]
+        except OSError as error:
+            raise RunError(f"{self.folder}: cannot put aside what is later than step {step}: {error}; see to its permissions") from error
+
+
+def _delete(path: Path) -> None:
+    """A directory, or a link to one that somebody has put in its place: that one stays."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def name_of(step: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drumroll.backends.base import LoraSpec, NamedTensor
-from drumroll.errors import RunError
+from drumroll.errors import RunError, UserError
 from drumroll.models import lora
 from drumroll.models.build import parameter_names
 from drumroll.models.fused import FileTensor, file_tensors
@@ -38,8 +39,7 @@ def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes:
     describes, each once, when dtypes are mixed, or when the disk refuses.
     """
     parameters, buffers = _expected(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    temporary = _temporary(out)
     try:
         written, dtype = _write_tensors(temporary, _taken_apart(buckets, parameters), shard_bytes)
         expected = {tensor.name for tensors in parameters.values() for tensor in tensors}
@@ -60,8 +60,7 @@ def save_adapter(source: Path, out: Path, spec: LoraSpec, tensors: Iterable[Name
 
     Raises RunError when the disk refuses.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    temporary = _temporary(out)
     try:
         whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         lora.write_folder(temporary, spec, str(source), whole)
@@ -70,6 +69,40 @@ def save_adapter(source: Path, out: Path, spec: LoraSpec, tensors: Iterable[Name
         raise RunError(f"{out}: cannot write the adapter: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_out(out: Path) -> None:
+    """Raises UserError when `out` holds anything that an export has not written: replacing it would remove that."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"{out}: a file; name a folder, or a place where there is none")
+    entries = list(out.iterdir())
+    foreign = [entry.name for entry in entries if not _is_ours(entry)]
+    if entries and not any((out / name).is_file() for name in ("config.json", "adapter_config.json")):
+        foreign = foreign or [entry.name for entry in entries]
+    if foreign:
+        first = sorted(foreign)[0]
+        raise UserError(f"{out}: holds {first!r}, which is no part of a model, and would be replaced; name an empty or a new folder")
+
+
+def _is_ours(entry: Path) -> bool:
+    if entry.is_dir():
+        return entry.name == _TEMPLATES
+    return any(entry.match(pattern) for pattern in (*_KEPT, "*.safetensors"))
+
+
+def _temporary(out: Path) -> Path:
+    """Where `out` is written before it takes its name. What killed exports to `out` have left there goes. Raises RunError."""
+    orphan = re.compile(rf"\.{re.escape(out.name)}-(old-)?[a-z0-9_]{{8}}")  # as mkdtemp names them
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path in out.parent.iterdir():
+            if orphan.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise RunError(f"{out}: cannot write there: {error}") from error
 
 
 def _expected(source: Path) -> tuple[dict[str, list[FileTensor]], dict[str, list[FileTensor]]]:

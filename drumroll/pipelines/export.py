@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,9 @@ from drumroll.checkpoint.store import Checkpoint, CheckpointStore, step_of
 from drumroll.config import RunConfig
 from drumroll.errors import RunError, UserError
 from drumroll.models import lora
+from drumroll.models.export import check_out
 from drumroll.observe.run import CONFIG_FILE
+from drumroll.pipelines.place import check_place
 from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
 from drumroll.runtime.local import launch, resolve_device
 from drumroll.runtime.plan import Plan
@@ -61,12 +64,14 @@ def export(run: str, out: Path, overrides: Sequence[str], target: Target) -> Non
     plugins.check(config)
     if target.adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run_dir} has no adapters (model.lora); leave that out")
+    check_out(out)
+    check_place(config)
     checkpoint = _checkpoint(CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint), step)
     source = start_model(run_dir, config)
     spec = WorkerSpec(config, source, Plan(config.runtime.ranks, frozenset({"policy"})))
     with launch(partial(Worker, spec=spec), config.runtime.ranks, config.runtime.device, config.runtime.timeout_s) as ranks:
         policy = Policy(ranks, config, total_steps=1)
-        policy.restore(checkpoint, checkpoint.state(), generators=False)
+        _restore(policy, checkpoint)
         if target.adapter:
             policy.export_adapter(out)
             told = check(source, policy, config, adapter=out)
@@ -107,11 +112,34 @@ def _checkpoint(store: CheckpointStore, step: str) -> Checkpoint:
     if not paths:
         raise UserError(f"{store.folder}: no checkpoint there; set checkpoint.every, or take the folder `model` of a completed run")
     if not step:
-        return store.open(paths[-1])
+        return _newest(store, paths)
     found = [path for path in paths if str(step_of(path)) == step]
     if not found:
         raise UserError(f"@{step}: no checkpoint of that step; there are {', '.join(str(step_of(path)) for path in paths)}")
     return store.open(found[0])
+
+
+def _newest(store: CheckpointStore, paths: Sequence[Path]) -> Checkpoint:
+    """The newest that is whole; what is passed over is said. Raises RunError when none is."""
+    for path in reversed(paths):
+        try:
+            return store.open(path)
+        except RunError as error:
+            print(f"skipped {path}: {error}", file=sys.stderr)
+    raise RunError(f"{store.folder}: no checkpoint there is whole")
+
+
+def _restore(policy: Policy, checkpoint: Checkpoint) -> None:
+    """Raises RunError also when the run, still training, has removed the checkpoint meanwhile."""
+    try:
+        policy.restore(checkpoint, checkpoint.state(), generators=False)
+    except RunError as error:
+        if checkpoint.path.is_dir():
+            raise
+        raise RunError(
+            f"{checkpoint.path}: removed while it was read: its run is training and keeps the newest only; export again, or raise "
+            "checkpoint.keep"
+        ) from error
 
 
 def _probes(config: dict[str, object]) -> list[TrainSample]:

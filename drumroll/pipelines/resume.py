@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from drumroll import config as configs
+from drumroll.algorithms.presets import resolve
 from drumroll.checkpoint.driver import DriverState, environment
-from drumroll.checkpoint.identity import ELASTIC, FREE, compare_configs, fingerprint
+from drumroll.checkpoint.identity import ELASTIC, FREE, compare_configs, fingerprint, sample_weights
 from drumroll.checkpoint.store import STEP, Checkpoint, CheckpointStore, Skipped, unheard
 from drumroll.config import RunConfig, WarmupConfig
 from drumroll.errors import RunError, UserError
@@ -93,14 +94,17 @@ def _check_run(config: RunConfig) -> None:
 
 
 def _given(path: Path, config: RunConfig, store: CheckpointStore) -> Path:
-    if not path.is_dir() or not path.name.startswith(STEP):
+    place = path.resolve()  # a link to a checkpoint is as good as its name
+    if not place.is_dir() or not place.name.startswith(STEP):
         raise UserError(f"--resume {path}: expected the directory of a checkpoint, e.g. {store.folder}/{STEP}00000020")
-    if path.resolve().parent != store.folder.resolve():
+    if place.parent != store.folder.resolve():
         raise UserError(
             f"--resume {path}: not a checkpoint of run_dir={config.run_dir}, where the run would go on; "
-            f"name its run: run_dir={path.resolve().parents[1]}"
+            f"name its run: run_dir={place.parent.parent}"
         )
-    return path
+    if store.folder / place.name not in store.paths():
+        raise UserError(f"--resume {path}: no name of a checkpoint; there are {', '.join(p.name for p in store.paths()) or 'none'}")
+    return store.folder / place.name
 
 
 def _resumed(checkpoint: Checkpoint, config: RunConfig, skipped: list[Skipped]) -> Resumed:
@@ -110,6 +114,7 @@ def _resumed(checkpoint: Checkpoint, config: RunConfig, skipped: list[Skipped]) 
     if found.refused:
         raise RunError(f"of a run with another config: {'; '.join(found.refused)}; give the same values, or another run_dir for a new run")
     folder = start_model(Path(config.run_dir), config)
+    _check_reference(Path(config.run_dir), config, folder)
     checkpoint.check_model(fingerprint(folder))
     now = environment(resolve_device(config.runtime.device, config.runtime.ranks))
     moved = [f"{key} {old} -> {now.get(key)}" for key, old in state.environment.items() if now.get(key) != old]
@@ -118,10 +123,39 @@ def _resumed(checkpoint: Checkpoint, config: RunConfig, skipped: list[Skipped]) 
     return Resumed(checkpoint, state, folder, [*found.elastic, *moved], skipped, finished)
 
 
+def write_start(run_dir: Path, folder: Path, facts: Mapping[str, str]) -> None:
+    """Write down which model a run starts from, and with what. `facts`: what numbers depend on beside the config."""
+    text = json.dumps({"model": str(folder.resolve()), "weights": sample_weights(folder), **facts}, indent=1)
+    (run_dir / START_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _start_facts(run_dir: Path) -> dict[str, str]:
+    """Raises UserError for a file that is not whole."""
+    file = run_dir / START_FILE
+    if not file.is_file():
+        return {}
+    try:
+        facts: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f'{file}: not whole: {error}; put back {{"model": FOLDER}}, the model that the run began with') from error
+    return facts
+
+
+def _check_reference(run_dir: Path, config: RunConfig, folder: Path) -> None:
+    """Raises UserError when a frozen reference would be loaded from weights that are no longer those that the run started from."""
+    before = _start_facts(run_dir).get("weights")
+    if before is None or config.algorithm is None or config.model.lora is not None:  # a checkpoint of adapters knows its base by digests
+        return
+    if resolve(config.algorithm, config.rollout.max_tokens).needs_reference and sample_weights(folder) != before:
+        raise UserError(
+            f"{folder}: its weights changed since the run started from them, and the reference (algorithm.kl) is that model; put them back"
+        )
+
+
 def start_model(run_dir: Path, config: RunConfig) -> Path:
     """Folder of the model that a run started with, after its warm-up. Raises UserError when it is gone."""
-    file = run_dir / START_FILE
-    folder = Path(json.loads(file.read_text(encoding="utf-8"))["model"]) if file.is_file() else None
+    file, facts = run_dir / START_FILE, _start_facts(run_dir)
+    folder = Path(facts["model"]) if "model" in facts else None
     if folder is not None and (folder / "config.json").is_file():
         return folder
     if isinstance(config.warmup, WarmupConfig):

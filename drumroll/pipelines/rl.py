@@ -27,6 +27,7 @@ from drumroll.pipelines import evaluate
 from drumroll.pipelines.critic import critic_start
 from drumroll.pipelines.evaluate import Evaluator
 from drumroll.pipelines.length import check_vocabulary
+from drumroll.pipelines.place import check_place
 from drumroll.pipelines.restart import with_restarts
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import BATCHES_DIR, Session, open_session
@@ -53,6 +54,7 @@ def train(config: RunConfig, resumed: Resumed | None = None, reached: Callable[[
 
 def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed | None, restart: str) -> None:
     assert config.algorithm is not None
+    check_place(config)
     algorithm = resolve(config.algorithm, config.rollout.max_tokens)
     with open_session(config, resumed, restart, reached) as session, RewardSet(config.rewards) as rewards:
         folder = resumed.folder if resumed is not None else starting_model(config, session.recorder)

@@ -8,7 +8,7 @@ import shutil
 from drumroll.checkpoint.identity import Fingerprint
 from drumroll.checkpoint.retention import most_held
 from drumroll.checkpoint.store import CheckpointStore, folder_is_writable
-from drumroll.config import RunConfig
+from drumroll.config import LoraConfig, RunConfig
 from drumroll.errors import UserError
 
 _PARAMETER, _MOMENTS = 4, 8  # bytes an element: float32, and at most two float32 moments of what trains
@@ -18,14 +18,23 @@ Critic = tuple[Fingerprint, tuple[str, ...]]  # its model, and the patterns of w
 
 
 def checkpoint_bytes(config: RunConfig, model: Fingerprint, critic: Critic | None = None) -> int:
-    """Most bytes of one checkpoint."""
-    return sum(_bytes(one, patterns) for one, patterns in ((model, config.model.trainable), *((critic,) if critic is not None else ())))
+    """Most bytes of one checkpoint; of a model with adapters it holds these alone."""
+    lora = config.model.lora
+    policy = _bytes(model, config.model.trainable) if lora is None else (_PARAMETER + _MOMENTS) * _adapter_elements(lora, model)
+    return policy + (_bytes(*critic) if critic is not None else 0)
 
 
 def _bytes(model: Fingerprint, patterns: tuple[str, ...]) -> int:
     sizes = model.elements()
     trained = sum(size for name, size in sizes.items() if not patterns or any(re.search(pattern, name) for pattern in patterns))
     return _PARAMETER * sum(sizes.values()) + _MOMENTS * trained
+
+
+def _adapter_elements(lora: LoraConfig, model: Fingerprint) -> int:
+    """At most: of every matrix that `lora.targets` may mean, rank x (rows + columns)."""
+    matrices = {name.removesuffix(".weight"): shape for name, shape in model.tensors.items() if len(shape) == 2}
+    chosen = [shape for name, shape in matrices.items() if lora.targets == "all-linear" or name.endswith(tuple(lora.targets))]
+    return lora.rank * sum(sum(shape) for shape in chosen)
 
 
 def check_room(config: RunConfig, model: Fingerprint, store: CheckpointStore, critic: Critic | None = None) -> None:

@@ -19,10 +19,11 @@ POLL_S = 0.05
 
 @dataclass(slots=True, frozen=True)
 class Boundary:
-    """Everything of the driver's after a whole step, so that it can be saved later, until the next optimizer step."""
+    """Everything but tensors after a whole step, so that it can be saved later, until the next optimizer step."""
 
     state: DriverState
-    generators: rng.Generators
+    generators: rng.Generators  # the driver's
+    of_ranks: list[rng.Generators]
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,7 +61,7 @@ class Saver:
         if step <= self.last:
             return
         try:
-            draft = self.store.draft(boundary.state, self.config, self.model, boundary.generators)
+            draft = self.store.draft(boundary.state, self.config, self.model, boundary.generators, boundary.of_ranks)
             policy.save(self.store, draft, self.config.checkpoint.async_save)
         except CannotWrite as error:
             self._failed(step, error)
@@ -83,6 +84,8 @@ class Saver:
             return
         if done:
             self.recorder.note(self._under_way.words)
+            for path in self.store.left_over():
+                self.recorder.note(f"could not be removed, tried again with the next checkpoint: {path}")
             self.last, self._under_way = self._under_way.step, None
 
     def _failed(self, step: int, error: CannotWrite) -> None:

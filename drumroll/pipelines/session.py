@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shutil
 import sys
 import time
@@ -34,8 +32,9 @@ from drumroll.observe.sinks import TensorBoardSink, scalars
 from drumroll.observe.summary import Status, summarise, write_summary
 from drumroll.observe.timer import PhaseTimer
 from drumroll.pipelines.export import check
-from drumroll.pipelines.resume import START_FILE, Resumed, store_of
+from drumroll.pipelines.resume import Resumed, store_of, write_start
 from drumroll.pipelines.room import check_room
+from drumroll.pipelines.run_dir import claim, make_room, undo
 from drumroll.pipelines.saving import Boundary, Saver
 from drumroll.pipelines.signals import Signals
 from drumroll.planner.forecast import Forecast, forecast
@@ -69,6 +68,7 @@ class Session:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     peak_bytes_per_rank: list[int] = field(default_factory=list)
     state_bytes_per_rank: list[int] = field(default_factory=list)
+    folder: Path | None = None  # of the model that the main phase starts from
     plan: Forecast | None = None  # None: nothing could be foreseen
     foreseen: Foreseen | None = None  # of memory; with what the processes hold besides once they have been measured
     pushes: int = 0
@@ -89,6 +89,7 @@ class Session:
 
     def start_from(self, folder: Path, critic: CriticStart | None = None) -> None:
         """Record the model folder that the main phase starts from, and with what it runs. Raises UserError for a disk that is too small."""
+        self.folder = folder
         if self.config.checkpoint.every:
             model, store = fingerprint(folder), store_of(self.config, self.reached)
             check_metric(self.config)
@@ -97,8 +98,7 @@ class Session:
             self.saver = Saver(self.config, store, model, self.recorder)
         self.plan = self._foresee(folder)
         if self.resumed is None:
-            facts = {"model": str(folder.resolve()), **environment(self._device)}
-            (self.run_dir / START_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            write_start(self.run_dir, folder, environment(self._device))
 
     @property
     def _device(self) -> str:
@@ -178,7 +178,7 @@ class Session:
         """Metrics of `step` are recorded: record the weights and save a checkpoint where the config asks for it."""
         self._record_digests(policy, step)
         if self.saver is not None:
-            self._boundary = Boundary(self._state(policy, step, stream.state()), rng.capture())
+            self._boundary = Boundary(self._state(policy, step, stream.state()), rng.capture(), policy.generators())
             if self.saver.due(step):
                 self.recorder.sync()
             self.saver.after_step(policy, self._boundary)
@@ -229,15 +229,17 @@ class Session:
 
     def finish(self, policy: Policy) -> None:
         """Leave the trained model behind as a HF folder. Raises RunError when the last checkpoint could not be written."""
+        self.leave_if_asked(policy)  # by a signal since the last step was done
         if self.saver is not None:
             self.saver.hear(policy, wait=True)
         self.measure(policy)
-        model = self.run_dir / MODEL_DIR
+        model, adapter = self.run_dir / MODEL_DIR, self.run_dir / ADAPTER_DIR
         policy.export(model)
         self.recorder.note(f"model {model} ({check(model, policy, self.config)})")
         if self.config.model.lora is not None:
-            policy.export_adapter(self.run_dir / ADAPTER_DIR)
-            self.recorder.note(f"adapter {self.run_dir / ADAPTER_DIR}")
+            assert self.folder is not None, "start_from comes first"
+            policy.export_adapter(adapter)
+            self.recorder.note(f"adapter {adapter} ({check(self.folder, policy, self.config, adapter=adapter)})")
 
 
 @contextmanager
@@ -250,39 +252,60 @@ def open_session(
     everything as it was.
     """
     run_dir = Path(config.run_dir)
-    kept = _make_room(run_dir) if resumed is None else None
+    held, kept = make_room(run_dir) if resumed is None else (claim(run_dir), None)
+    with held:
+        session = _open(config, resumed, restart, reached)
+        with _watched(session, kept):
+            yield session
+
+
+def _open(config: RunConfig, resumed: Resumed | None, restart: str, reached: Callable[[str], None]) -> Session:
+    """Raises UserError for a directory that cannot be written into."""
+    run_dir = Path(config.run_dir)
     sinks = [console_sink(config.run_dir, _totals(config))]
-    recorder = Recorder(run_dir, sinks, rollouts=config.record.rollouts, digests=config.record.digests > 0)
+    try:
+        recorder = Recorder(run_dir, sinks, rollouts=config.record.rollouts, digests=config.record.digests > 0)
+        if resumed is None:
+            configs.dump(config, run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise UserError(f"run_dir: cannot write into {run_dir}: {error}; see to its permissions, or free the disk") from error
     session = Session(config, run_dir, recorder, Signals(), resumed, restart, reached)
     if resumed is None:
-        configs.dump(config, run_dir / CONFIG_FILE)
         session.attach_tensorboard()
+    return session
+
+
+@contextmanager
+def _watched(session: Session, kept: Path | None) -> Iterator[None]:
+    """Whatever ends the block is written down. `kept`: what the run's directory has displaced."""
     status: Status = "completed"
     error: str | None = None
+    stacks = ""
     try:
         with session.signals.installed():
-            yield session
+            yield
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     except BaseException as caught:
         status, error = "failed", f"{type(caught).__name__}: {caught}".strip()
-        if isinstance(caught, RankFailure) and caught.stacks:
-            (run_dir / STACKS_FILE).write_text(caught.stacks, encoding="utf-8")
+        stacks = caught.stacks if isinstance(caught, RankFailure) else ""
         raise
     finally:
-        _close(session, status, error, kept)
+        _close(session, status, error, stacks, kept)
 
 
-def _close(session: Session, status: Status, error: str | None, kept: Path | None) -> None:
+def _close(session: Session, status: Status, error: str | None, stacks: str, kept: Path | None) -> None:
     """Records closed, summary and report written. A disk that refuses them does not hide what ended the run."""
     nothing_done = not session.begun if session.resumed is not None else not session.recorder.records and not session.recorder.evals
     try:
         session.recorder.close()
+        if stacks:
+            (session.run_dir / STACKS_FILE).write_text(stacks, encoding="utf-8")
         if status == "completed" or not nothing_done:
             _finish_records(session, status, error)
         elif session.resumed is None:
-            _undo(session.run_dir, kept)
+            undo(session.run_dir, kept)
     except OSError as refused:
         fault = RunError(f"{session.run_dir}: cannot write the end of the records: {refused}; free the disk, then `drumroll report` it")
         if status == "completed":
@@ -296,35 +319,6 @@ def _totals(config: RunConfig) -> dict[StepPhase, int]:
     if isinstance(config.warmup, WarmupConfig):
         totals["sft"] = config.warmup.steps
     return totals
-
-
-def _make_room(run_dir: Path) -> Path | None:
-    """An empty directory at `run_dir`. A run that is there is kept under the next free name, `run_dir.1`, ..., which is returned."""
-    kept: Path | None = None
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"run_dir: {run_dir} is a file; expected a directory or a name that is free")
-    if run_dir.is_dir() and any(run_dir.iterdir()):
-        if not (run_dir / CONFIG_FILE).is_file():
-            raise UserError(
-                f"run_dir: {run_dir} holds files that are no run of drumroll; name an empty directory or one that does not exist"
-            )
-        kept = next(p for n in itertools.count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{n}")).exists())
-        run_dir.rename(kept)
-        print(f"the run that was in {run_dir} is now in {kept} (--resume would go on with it, where it has checkpoints)")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).touch()
-    except OSError as error:
-        raise UserError(f"run_dir: cannot write into {run_dir}: {error}; name another directory, or free the disk") from error
-    return kept
-
-
-def _undo(run_dir: Path, kept: Path | None) -> None:
-    """A run that ended before its first step leaves nothing, and puts back the run it displaced."""
-    shutil.rmtree(run_dir)
-    if kept is not None:
-        kept.rename(run_dir)
-        print(f"nothing was trained; the run that was in {run_dir} is there again")
 
 
 def _finish_records(session: Session, status: Status, error: str | None) -> None:

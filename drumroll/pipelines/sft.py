@@ -18,6 +18,7 @@ from drumroll.observe.metrics import sft_record, tokens_digest, update_facts
 from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
 from drumroll.pipelines.length import check_length, check_vocabulary
+from drumroll.pipelines.place import check_place
 from drumroll.pipelines.restart import with_restarts
 from drumroll.pipelines.resume import Resumed
 from drumroll.pipelines.session import Session, open_session
@@ -36,6 +37,7 @@ def train(config: RunConfig, resumed: Resumed | None = None, reached: Callable[[
 
 
 def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed | None, restart: str) -> None:
+    check_place(config)
     with open_session(config, resumed, restart, reached) as session:
         folder = resumed.folder if resumed is not None else locate(config.model.path)
         check_length(config, folder)

@@ -43,8 +43,9 @@ def starting_model(config: RunConfig, recorder: Recorder | None) -> Path:
     with launch(partial(Worker, spec=WorkerSpec(run, folder, plan(run, reference=False))), ranks=1, device=run.runtime.device) as ranks:
         policy = Policy(ranks, run, total_steps=run.max_steps)
         sft.fit(policy, samples, run, recorder)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        policy.export(out)
+        if not out.is_dir():  # another run of the recipe may have made it meanwhile, and be reading it
+            out.parent.mkdir(parents=True, exist_ok=True)
+            policy.export(out)
     return out
 
 

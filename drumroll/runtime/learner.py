@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -61,12 +62,21 @@ class Learner:
             if self.skips_in_a_row >= self._config.optim.max_skips:
                 raise RunError(
                     f"the {self._role}'s gradient norm was not finite in {self.skips_in_a_row} optimizer steps in a row (optim.max_skips): "
-                    f"parameters are as they were before the first of them; lower {_RATE[self._role]}, or look for NaN in the last records"
+                    f"parameters are as they were before the first of them; {self._advice(merged)}"
                 )
         else:
             self.applied_steps += 1
             self.skips_in_a_row = 0
         return merged
+
+    def _advice(self, update: StepStats) -> str:
+        """What to look at when step after step is skipped: where it stops being finite tells what it is."""
+        loss, rate = update.stats["loss"].sum, _RATE[self._role]
+        if math.isfinite(loss):
+            return f"the loss is finite and its gradient is not: lower {rate}, or take model.dtype=float32"
+        if self.applied_steps == 0:
+            return f"the loss is {loss}, and not one step has been applied: look for NaN in the model it started from, then in the data"
+        return f"the loss is {loss}: the {self._role} computes no finite numbers any more; lower {rate}, go on from an earlier checkpoint"
 
     def _pack(self, samples: Sequence[TrainSample]) -> list[list[list[int]]]:
         lengths, cap = [len(sample.token_ids) for sample in samples], self._config.train.micro_batch_tokens

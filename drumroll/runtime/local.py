@@ -102,7 +102,7 @@ def launch(
     """
     kind = resolve_device(device, ranks)
     if ranks == 1 and in_process:
-        return _InProcess(factory, kind)
+        return _InProcess(factory, kind, timeout_s)
     if kind == "cpu":
         check_processes(ranks)
     return _Processes(factory, ranks, kind, timeout_s)
@@ -137,22 +137,41 @@ def _context(rank: int, world_size: int, device: str, store: dist.Store, timeout
 
 
 class _InProcess(Ranks[W]):
-    def __init__(self, factory: Callable[[RankContext], W], device: str) -> None:
+    def __init__(self, factory: Callable[[RankContext], W], device: str, timeout_s: float) -> None:
         self.world_size = 1
+        self._timeout_s = timeout_s
         self._context = _context(0, 1, device, dist.HashStore(), 600.0)
         try:
-            self._worker = factory(self._context)
+            with _memory_in_words():
+                self._worker = factory(self._context)
         except BaseException:
             dist.destroy_process_group()
             raise
 
     def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
-        return [method(self._worker, *args[0])]
+        # Nobody is there to see that it is silent, and a debugger must be able to hold it: it says where it stands, and goes on.
+        faulthandler.dump_traceback_later(self._timeout_s, repeat=True, file=2)
+        try:
+            with _memory_in_words():
+                return [method(self._worker, *args[0])]
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
         if dist.is_initialized():
             self._worker.close()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _memory_in_words() -> Iterator[None]:
+    """Memory that runs out in the one rank there is, as it would be said of one among others. Any other error stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if words := words_of_error(error):
+            raise RankFailure(f"rank 0 failed first:\n{words}{traceback.format_exc().rstrip()}") from error
+        raise
 
 
 _LOST_PEERS = (

@@ -11,6 +11,7 @@ import torch
 
 from drumroll.algorithms.loss import balanced
 from drumroll.checkpoint.driver import DriverState
+from drumroll.checkpoint.rng import Generators
 from drumroll.checkpoint.store import CannotWrite, Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
@@ -88,10 +89,12 @@ class Policy:
         """Write the adapters of a run that has some, for PEFT."""
         self._ranks.call(Worker.export_adapter, out)
 
+    def generators(self) -> list[Generators]:
+        """The random number generators of every rank as they are now."""
+        return self._ranks.call(Worker.generators)
+
     def save(self, store: CheckpointStore, draft: Checkpoint, background: bool) -> None:
-        """Have the ranks write their parts of a draft and make it a checkpoint; `saved` tells what came of it. Raises CannotWrite."""
-        for rank, generators in enumerate(self._ranks.call(Worker.generators)):
-            store.add_generators(draft, rank, generators)
+        """Have the ranks write their parts of a draft and make it a checkpoint; `saved` tells what came of it."""
         self._ranks.call(Worker.save, store, draft, background)
 
     def saved(self) -> bool:

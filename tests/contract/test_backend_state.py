@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from drumroll import plugins
 from drumroll.backends import engine as engine_module
 from drumroll.backends import state
 from drumroll.backends.base import KINDS, Backend, Checkpointing, ModelSpec, OptimSpec
@@ -25,6 +28,7 @@ from tests.ranks import run_ranks
 
 LAYOUTS = (("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp1", 1), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2))
 SHARDED = ("fsdp1", "fsdp2")  # parameters too
+SPREAD = [name for name in plugins.names("backends") if name != plugins.SPECIFICATION_BACKEND]
 
 
 @pytest.fixture(scope="module")
@@ -100,30 +104,43 @@ def load_and_save(rank: int, ranks: int, name: str, folder: Path, source: Path, 
     return runs.full_weights(frozen)
 
 
-@pytest.mark.parametrize(
-    ("steps", "route"),
-    [
-        (0, (("fsdp2", 2), ("fsdp1", 2), ("single", 1))),
-        (2, (("fsdp2", 2), ("ddp", 2), ("fsdp1", 3), ("fsdp2", 3), ("zero1", 2), ("fsdp1", 2), ("zero2", 3), ("fsdp1", 1), ("single", 1))),
-    ],
-)
-def test_state_travels_between_backends_bit_equal(
-    steps: int, route: tuple[tuple[str, int], ...], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """From `single` along the route, loaded and saved at each place; also the state from before the first step."""
-    run_ranks(save, 1, "single", folders["tied"], tmp_path / "0", steps)
-    first = state.read(tmp_path / "0")
-    assert int(first["optimizer.step"]) == steps
-    moments = [name for name in first if name.endswith((".exp_avg", ".exp_avg_sq"))]
-    assert len(moments) == 2 * sum(name.startswith("model.") for name in first)
-    assert all(first[name].dtype == torch.float32 and bool(first[name].any()) == (steps > 0) for name in moments)
-    for index, (name, ranks) in enumerate(route):
-        source, target = tmp_path / str(index), tmp_path / str(index + 1)
-        for forward_only in run_ranks(load_and_save, ranks, name, folders["tied"], source, target):
-            assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in forward_only.items())
-        again = state.read(target)
-        assert again.keys() == first.keys()
-        assert all(torch.equal(again[key], first[key]) for key in first)
+def saved_by_the_specification(directory: Path, folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    run_ranks(save, 1, plugins.SPECIFICATION_BACKEND, folder, directory, steps)
+    saved = state.read(directory)
+    assert int(saved["optimizer.step"]) == steps
+    moments = [name for name in saved if name.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert len(moments) == 2 * sum(name.startswith("model.") for name in saved)
+    assert all(saved[name].dtype == torch.float32 and bool(saved[name].any()) == (steps > 0) for name in moments)
+    return saved
+
+
+def travel(name: str, ranks: int, folder: Path, source: Path, first: dict[str, torch.Tensor]) -> Path:
+    """Load `source` at a place and save it there again; nothing of it may differ from `first`."""
+    target = source.with_name(f"{source.name}-{name}{ranks}")
+    for forward_only in run_ranks(load_and_save, ranks, name, folder, source, target):
+        assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in forward_only.items())
+    again = state.read(target)
+    assert again.keys() == first.keys()
+    assert [key for key in first if not torch.equal(again[key], first[key])] == []
+    return target
+
+
+def test_state_travels_between_backends_and_numbers_of_ranks_bit_equal(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Case 37. From backend to backend on 2 ranks; from there to 1 and to 4 of the same."""
+    last, folder = tmp_path / "s", folders["tied"]
+    first = saved_by_the_specification(last, folder, steps=2)
+    for name in SPREAD:
+        last = travel(name, 2, folder, last, first)
+        for ranks in (1, 4):
+            travel(name, ranks, folder, last, first)
+    travel(plugins.SPECIFICATION_BACKEND, 1, folder, last, first)
+
+
+def test_the_state_before_the_first_step_travels_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    last, folder = tmp_path / "s", folders["tied"]
+    first = saved_by_the_specification(last, folder, steps=0)
+    for name in ("fsdp2", "fsdp1"):
+        last = travel(name, 2, folder, last, first)
 
 
 def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> tuple[dict[str, torch.Tensor], ...]:
@@ -143,6 +160,25 @@ def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> t
 def test_training_goes_on_bit_equal_after_loading(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     for straight, resumed in run_ranks(resume, ranks, name, folders["untied"], tmp_path / "state"):
         assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
+
+
+def test_a_save_holds_no_more_than_a_tensor_beside_what_it_saves(tmp_path: Path) -> None:
+    """Of Python's memory, where the bytes of a file would be made; and every dtype and shape comes back bit for bit."""
+    torch.manual_seed(0)
+    tensors = {f"model.{index}": torch.randn(1 << 20) for index in range(8)}
+    odd = {"model.half": torch.randn(7).half(), "model.low": torch.randn(3, 5).bfloat16(), "optimizer.step": torch.tensor(7)}
+    odd |= {"model.none": torch.empty(0, 4), "base.digests": torch.arange(5)}
+    tracemalloc.start()
+    state.save(tmp_path / "s", tensors | odd)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20, f"{peak} bytes beside 32 MiB of tensors"
+    again = state.read(tmp_path / "s")
+    assert again.keys() == tensors.keys() | odd.keys()
+    for name, tensor in (tensors | odd).items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
+    [file] = (tmp_path / "s").iterdir()
+    assert load_file(file).keys() == again.keys()  # by safetensors itself
 
 
 def load_wrongly(rank: int, ranks: int, folders: dict[str, Path], root: Path) -> list[str]:

@@ -47,11 +47,15 @@ class Probe:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if how == "memory":
                 room = 256 << 20  # beyond what is mapped: without it the loader aborts before torch can say a word
-                resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, -1))
+                hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+                resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
                 torch.zeros(1 << 32)
             if how == "other collective":
                 dist.recv(torch.zeros(1), src=0)
         dist.barrier()
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def take(self, load: bytes) -> int:
         return len(load)
@@ -152,6 +156,25 @@ def test_a_rank_that_does_not_read_does_not_hold_the_driver():
         handle.call(Probe.take, bytes(1 << 22))
     with pytest.raises(RankFailure, match="the ranks have ended"):
         handle.call(Probe.take, b"")
+
+
+def test_one_rank_in_the_drivers_process_says_so_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """That memory ran out, and what to do; where it stands when it is silent, without being ended. Other errors stay what they are."""
+    with launch(Probe, 1, device="cpu", timeout_s=0.3) as handle:
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        try:
+            with pytest.raises(RankFailure, match=r"rank 0 failed first:\nout of memory: lower train\.micro_batch_tokens(.|\n)*allocate"):
+                handle.call(Probe.misbehave, 0, "memory")
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        with pytest.raises(ValueError, match="bad row 17"):
+            handle.call(Probe.misbehave, 0, "raise")
+        assert "misbehave" not in capfd.readouterr().err
+        handle.call(Probe.rest, 0.7)
+        said = capfd.readouterr().err
+        assert said.count("in rest") == 2 and "Timeout (0:00:00.300000)!" in said
+        time.sleep(0.4)
+        assert capfd.readouterr().err == ""  # nobody is called
 
 
 def test_a_user_error_on_a_rank_stays_a_user_error():

@@ -18,19 +18,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drumroll import config as configs
+from drumroll import plugins
 from drumroll.backends.state import read as read_checkpoint
-from drumroll.checkpoint import manifest
+from drumroll.checkpoint import manifest, rng
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore
 from drumroll.config import RunConfig
 from drumroll.errors import UserError
 from drumroll.observe.run import read_rollouts, read_run, read_steps
 from drumroll.pipelines import resume, rl, sft
+from drumroll.pipelines.run_dir import claim
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
@@ -38,7 +41,7 @@ from drumroll.runtime.worker import Worker, WorkerSpec
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6  # of 4 draws over 10 rows: step 2 ends in the middle of the first epoch, step 5 at the end of the second
-PLACES = {"single-1": ("single", 1), "ddp-2": ("ddp", 2), "fsdp2-2": ("fsdp2", 2)}
+SPREAD = [name for name in plugins.names("backends") if name != plugins.SPECIFICATION_BACKEND]
 pytestmark = pytest.mark.timeout(300)
 
 RL: dict[str, Any] = {
@@ -46,7 +49,6 @@ RL: dict[str, Any] = {
     "model": {"path": "builtin:llama-0.8m"},
     "data": {"train": {"task": "sort", "options": {"digits": 3}, "rows": 10}, "max_prompt_tokens": 24},
     "rollout": {"prompts_per_step": 4, "max_tokens": 6},
-    "engine": {"name": "transformers"},
     "algorithm": {"name": "grpo", "group_size": 4, "kl": {"coef": 0.01}, "minibatches": 2, "epochs": 2},
     "optim": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
     "checkpoint": {"every": 1, "keep": STEPS},
@@ -65,22 +67,34 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a reward that a model with random weights gets some of, and of which some is by chance: case 41."""
+    """With a reward that a model with random weights gets some of, and of which some is by chance; and an engine that draws on its rank,
+    from generators that nothing else there draws from: case 41."""
     made = tmp_path_factory.mktemp("resume")
     slow = f"Path({str(made / 'slow')!r})"  # while there is such a file, a step takes long enough to be met in the middle
     (made / "reward.py").write_text(
-        "import random, time\nfrom pathlib import Path\n\ndef digits(rollout, prompt):\n"
+        "import random, time\nfrom pathlib import Path\n\nimport numpy as np\nimport torch\n\n"
+        "def digits(rollout, prompt):\n"
         f"    time.sleep(0.03 if {slow}.exists() else 0)\n"
-        "    return sum(c.isdigit() for c in rollout.text) / 6 + random.random() / 10\n"
+        "    chance = (random.random() + np.random.rand() + float(torch.rand(()))) / 30\n"
+        "    return sum(c.isdigit() for c in rollout.text) / 6 + chance\n"
+    )
+    (made / "engine.py").write_text(
+        "import random\n\nimport numpy as np\nimport torch\n\nfrom drumroll.engines.transformers import PLUGIN as Sound\n\n"
+        "class Drawing(Sound):\n"
+        "    def generate(self, requests):\n"
+        "        random.random(), np.random.standard_normal(), torch.rand(())\n"
+        "        return super().generate(requests)\n"
     )
     return made
 
 
 def run_config(folder: Path, run_dir: Path, place: str, tree: dict[str, Any] = RL, **changes: Any) -> RunConfig:
-    backend, ranks = PLACES.get(place) or (place.rpartition("-")[0], int(place.rpartition("-")[2]))
-    rewards = {} if tree.get("pipeline") == "sft" else {"rewards": [{"fn": f"{folder}/reward.py:digits", "isolate": False}]}
-    placed = {"run_dir": str(run_dir), "backend": {"name": backend}, "runtime": {"ranks": ranks, "device": "cpu"}}
-    return configs.parse(tree | rewards | placed | changes)
+    backend, _, ranks = place.rpartition("-")
+    placed = {"run_dir": str(run_dir), "backend": {"name": backend}, "runtime": {"ranks": int(ranks), "device": "cpu"}}
+    if tree.get("pipeline") != "sft":
+        placed["rewards"] = [{"fn": f"{folder}/reward.py:digits", "isolate": False}]
+        placed["engine"] = {"name": f"{folder}/engine.py:Drawing"}
+    return configs.parse(tree | placed | changes)
 
 
 def train(config: RunConfig, resumed: resume.Resumed | None = None) -> Path:
@@ -128,7 +142,7 @@ def numbers(run_dir: Path) -> list[Any]:
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    """Every record, the final model, and the last checkpoint's parameters, moments and step count, bit for bit."""
+    """Every record, the final model, and the last checkpoint's parameters, moments, step count and generators, bit for bit."""
     for mine, other in zip(numbers(ours), numbers(theirs), strict=True):
         assert mine == other
     assert len((ours / "metrics.jsonl").read_text().splitlines()) == len(read_steps(theirs)), "a step stands twice in the file"
@@ -140,6 +154,10 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     drivers = [Checkpoint(checkpoint_of(path, STEPS)).state() for path in (ours, theirs)]
     assert drivers[0].cursor == drivers[1].cursor
     assert drivers[0].applied_steps == drivers[1].applied_steps
+    generators = [{file.name: rng.read(file) for file in (checkpoint_of(path, STEPS) / "rng").iterdir()} for path in (ours, theirs)]
+    assert generators[0].keys() == generators[1].keys()
+    for name, states in generators[0].items():
+        assert all(np.array_equal(values, generators[1][name][kind]) for kind, values in states.items()), f"generators of {name}"
 
 
 # --- exact
@@ -149,11 +167,9 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     ("kind", "place", "stops"),
     [
         ("rl", "single-1", (2, 4)),  # stopped twice in one epoch
-        ("rl", "ddp-2", (5,)),  # at the border of epochs
-        ("rl", "fsdp2-2", (2,)),
+        *(("rl", f"{name}-2", (5,) if index % 2 else (2,)) for index, name in enumerate(SPREAD)),  # at a border of epochs, or within one
         ("dynamic", "single-1", (3,)),
         ("sft", "single-1", (2, 5)),
-        ("sft", "fsdp2-2", (2,)),
     ],
 )
 def test_what_is_resumed_is_bit_equal_to_what_never_stopped(
@@ -190,7 +206,7 @@ def states_after_loading(config: RunConfig, saved: Path, scratch: Path) -> dict[
         policy = Policy(ranks, config, total_steps=1)
         policy.restore(found.checkpoint, found.state, generators=False)
         store = CheckpointStore(scratch, config.checkpoint)
-        draft = store.draft(found.state, config, resume.fingerprint(found.folder), {})
+        draft = store.draft(found.state, config, resume.fingerprint(found.folder), {}, [])
         policy.save(store, draft, background=False)
     return read_checkpoint(scratch / saved.name / "state")
 
@@ -290,6 +306,64 @@ def test_a_run_of_another_config_is_refused_naming_the_keys(straight: Callable[[
         resume.find(run_config(folder, folder / "elsewhere", "single-1", SFT), checkpoint_of(run_dir, 2))
     with pytest.raises(UserError, match="expected the directory of a checkpoint"):
         resume.find(run_config(folder, run_dir, "single-1", SFT), run_dir / "checkpoints" / "step-00000077")
+
+
+def test_a_link_to_a_checkpoint_is_taken_and_a_directory_that_only_sounds_like_one_is_not(
+    straight: Callable[[str, str], Path], folder: Path, tmp_path: Path
+) -> None:
+    run_dir = copy(straight("sft", "single-1"), tmp_path / "run")
+    config = run_config(folder, run_dir, "single-1", SFT)
+    (tmp_path / "latest").symlink_to(checkpoint_of(run_dir, 4))
+    found = resume.find(config, tmp_path / "latest")
+    assert found is not None and found.checkpoint.path == checkpoint_of(run_dir, 4)
+    for name in ("step-4", "step-abc"):
+        (run_dir / "checkpoints" / name).mkdir()
+        with pytest.raises(UserError, match=rf"{name}: no name of a checkpoint; there are step-00000001, "):
+            resume.find(config, run_dir / "checkpoints" / name)
+    with pytest.raises(UserError, match=r"--resume /: expected the directory of a checkpoint"):
+        resume.find(config, Path("/"))
+
+
+def test_another_process_in_the_directory_and_records_that_cannot_be_written_are_refused(
+    straight: Callable[[str, str], Path], folder: Path, tmp_path: Path
+) -> None:
+    run_dir = copy(straight("sft", "single-1"), tmp_path / "run")
+    config = run_config(folder, run_dir, "single-1", SFT)
+    before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+    with claim(run_dir):
+        with pytest.raises(UserError, match="run_dir: another process runs in"):
+            go_on(config, 2)
+        with pytest.raises(UserError, match="run_dir: another process runs in"):
+            train(config)
+    assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"run_dir: cannot write into .*run: .*Is a directory: .*metrics\.jsonl"):
+        go_on(config, 2)
+
+
+def test_a_reference_whose_weights_have_changed_is_refused(straight: Callable[[str, str], Path], folder: Path, tmp_path: Path) -> None:
+    """The folder that the run started from was trained on: the policy comes from the checkpoint, the reference would not."""
+    run_dir = copy(straight("rl", "single-1"), tmp_path / "run")
+    start = json.loads((run_dir / "start.json").read_text())
+    model = copy(Path(start["model"]), tmp_path / "model")
+    (run_dir / "start.json").write_text(json.dumps(start | {"model": str(model)}))
+    config = run_config(folder, run_dir, "single-1", KINDS["rl"])
+    assert resume.find(config, None) is not None
+    weights = load_file(model / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"/model: its weights changed since the run started from them, and the reference"):
+        resume.find(config, None)
+    (run_dir / "start.json").write_text('{"model": "/wo')
+    with pytest.raises(UserError, match=r"start\.json: not whole"):
+        resume.find(config, None)
+
+
+def test_a_place_that_the_backend_cannot_take_is_refused_before_the_warm_up(folder: Path, tmp_path: Path) -> None:
+    forever = {"steps": 10**9, "batch_size": 1, "data": {"task": "sort"}}
+    with pytest.raises(UserError, match=r"backend\.name=single runs in one process, got runtime\.ranks=2"):
+        train(run_config(folder, tmp_path / "run", "single-2", RL, warmup=forever))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_checkpoints_starts_from_the_beginning(folder: Path, tmp_path: Path) -> None:

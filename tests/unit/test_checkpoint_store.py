@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def state(step: int, **metrics: float) -> DriverState:
 
 def save(store: CheckpointStore, step: int, **metrics: float) -> Path:
     """As a run does it, with a file in place of the ranks' parts."""
-    draft = store.draft(state(step, **metrics), run(), MODEL, rng.capture())
+    draft = store.draft(state(step, **metrics), run(), MODEL, rng.capture(), [])
     (draft.tensors / "shard-00001.safetensors").write_bytes(bytes(range(256)) * 40)
     return store.commit(draft)
 
@@ -119,6 +121,43 @@ def test_a_damaged_one_of_the_same_step_gives_way(tmp_path: Path) -> None:
     assert steps(store) == [1, 2]
 
 
+def test_a_file_of_another_checkpoint_among_its_own_is_refused(tmp_path: Path) -> None:
+    """A reader of shards takes all there are. What a network disk leaves behind (hidden) is not meant."""
+    store = CheckpointStore(tmp_path, CheckpointConfig(every=1))
+    path = save(store, 1)
+    (path / "state" / ".nfs000000000001").touch()
+    store.open(path)
+    shutil.copy(path / "state" / "shard-00001.safetensors", path / "state" / "shard-00002.safetensors")
+    with pytest.raises(Damaged, match=r"state/shard-00002\.safetensors: not a file of this checkpoint"):
+        store.open(path)
+
+
+def test_only_names_of_steps_are_checkpoints(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(every=1, keep=1))
+    for name in ("step-abc", "step-", "step-20", "step-\u00b2", "step-00000001.bak"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000007").touch()
+    save(store, 2)
+    save(store, 3)
+    assert steps(store) == [3]
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_what_cannot_be_removed_costs_nothing_but_space(tmp_path: Path) -> None:
+    """Somebody has removed the old one already, while the new one was written; a link goes, and what it points at stays."""
+    store = CheckpointStore(tmp_path / "c", CheckpointConfig(every=1, keep=1))
+    first = save(store, 1)
+    gone = CheckpointStore(store.folder, store.retention, lambda stage: shutil.rmtree(first) if stage == "renamed" else None)
+    second = save(gone, 2)
+    assert steps(store) == [2]
+    second.rename(tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
+    save(store, 3)
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000003"]
+    assert store.left_over() == []
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -127,11 +166,15 @@ def test_a_damaged_one_of_the_same_step_gives_way(tmp_path: Path) -> None:
         ({"keep": 1, "keep_best": "eval/score"}, {4, 6}),  # 2 and 4 are equally good: the later one
         ({"keep": 1, "keep_best": "eval/score", "keep_best_is": "min"}, {1, 6}),
         ({"keep": 1, "keep_best": "sft/loss"}, {6}),  # in none of them
+        ({"keep": 1, "keep_best": "rl/reward_mean"}, {3, 6}),  # NaN is no score, wherever it stands
+        ({"keep": 1, "keep_best": "rl/reward_mean", "keep_best_is": "min"}, {4, 6}),
     ],
 )
 def test_what_is_kept(options: dict[str, Any], expected: set[int]) -> None:
     scores: dict[int, dict[str, float]] = {step: {} for step in range(1, 7)}
     scores |= {1: {"eval/score": 0.1}, 2: {"eval/score": 0.9}, 4: {"eval/score": 0.9}, 5: {"eval/score": 0.5}}
+    for step, reward in ((1, math.nan), (2, 0.2), (3, 0.3), (4, 0.1), (5, math.nan)):
+        scores[step] = scores[step] | {"rl/reward_mean": reward}
     assert retention.kept(scores, CheckpointConfig(every=1, **options)) == expected
 
 
@@ -162,6 +205,8 @@ def test_checkpoints_that_would_not_fit_are_refused_before_the_first_step(tmp_pa
     """20 elements of 12 bytes: parameter and two moments. Of a model with a million times a million there is no room for three."""
     assert checkpoint_bytes(run(), MODEL) == 240
     assert checkpoint_bytes(run().model_copy(update={"model": configs.ModelConfig(path="m", trainable=("^b$",))}), MODEL) == 80 + 32
+    adapters = run().model_copy(update={"model": configs.ModelConfig(path="m", lora=configs.LoraConfig(rank=2))})
+    assert checkpoint_bytes(adapters, MODEL) == 12 * 2 * (4 + 4)  # of `w`; the model itself is not in it
     store = CheckpointStore(tmp_path / "checkpoints", run().checkpoint)
     check_room(run(), MODEL, store)
     with pytest.raises(UserError, match=r"checkpoint: 3 checkpoints of 11175\.87 GiB each .* are free: lower checkpoint\.keep"):
@@ -180,7 +225,7 @@ def test_the_driver_state_comes_back_by_name(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CheckpointConfig(every=1))
     cursor = Cursor(epoch=1, position=2, draws=12, left_out=3, truncated=4)
     saved = DriverState(step=3, applied_steps=2, skips_in_a_row=1, version=3, cursor=cursor, records={"a": 7}, metrics={"b": 0.1})
-    draft = store.draft(saved, run(), MODEL, rng.capture())
+    draft = store.draft(saved, run(), MODEL, rng.capture(), [])
     assert Checkpoint(draft.path).state() == saved
     assert Checkpoint(draft.path).config() == run()
     file = draft.path / "driver.json"

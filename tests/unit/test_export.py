@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drumroll.errors import RunError
+from drumroll.errors import RunError, UserError
 from drumroll.models import builtin
-from drumroll.models.export import Bucket, save_folder
+from drumroll.models.export import Bucket, check_out, save_folder
 from drumroll.models.scorer import Scorer
 from tests import scorer_models as models
 
@@ -102,3 +102,35 @@ def test_an_older_folder_is_replaced(tmp_path: Path) -> None:
     save_folder(source, out, _buckets(models.scorer(source)))
     assert not (out / "stale.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_nothing_but_an_older_model_is_replaced(tmp_path: Path) -> None:
+    """`drumroll export RUN ~/project` must not become the end of the project."""
+    out = tmp_path / "out"
+    check_out(out)
+    out.mkdir()
+    check_out(out)
+    source = models.make("llama", tmp_path / "source")
+    save_folder(source, out, _buckets(models.scorer(source)))
+    check_out(out)
+    for name in ("thesis.tex", "src/main.py"):
+        file = out / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        with pytest.raises(UserError, match=rf"{out}: holds '{name.split('/')[0]}', which is no part of a model, and would be replaced"):
+            check_out(out)
+        file.unlink()
+    (out / "src").rmdir()
+    (out / "config.json").unlink()
+    with pytest.raises(UserError, match="is no part of a model"):
+        check_out(out)  # weights or notes of something else
+    with pytest.raises(UserError, match="a file; name a folder"):
+        check_out(out / "model.safetensors")
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    source = models.make("llama", tmp_path / "source")
+    for name in (".out-ab12_xyz", ".out-old-abcdefgh", ".out-2-abcdefgh", ".outer-abcdefgh"):
+        (tmp_path / name).mkdir()
+    save_folder(source, tmp_path / "out", _buckets(models.scorer(source)))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", ".out-2-abcdefgh", ".outer-abcdefgh"}

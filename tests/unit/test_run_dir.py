@@ -8,13 +8,14 @@ import pytest
 
 from drumroll.errors import RunError, UserError
 from drumroll.observe import batches
-from drumroll.pipelines.session import _make_room
+from drumroll.observe.run import CONFIG_FILE
+from drumroll.pipelines.run_dir import claim, make_room, undo
 
 
 @pytest.mark.parametrize("where", ["/proc/no-such", "/dev/null/x"])
 def test_a_directory_that_cannot_be_made_is_bad_input(where: str) -> None:
     with pytest.raises(UserError, match=f"run_dir: cannot write into {where}"):
-        _make_room(Path(where))
+        make_room(Path(where))
 
 
 def test_a_batch_that_cannot_be_written_says_what_to_do() -> None:
@@ -25,3 +26,37 @@ def test_a_batch_that_cannot_be_written_says_what_to_do() -> None:
 def test_a_batch_of_nothing_comes_back_as_nothing(tmp_path: Path) -> None:
     batches.write(tmp_path / "b.npz", [])
     assert batches.read(tmp_path / "b.npz") == []
+
+
+def test_one_process_a_run(tmp_path: Path) -> None:
+    """Neither a second new run nor a resumed one takes a directory from under a run that lives; when it has ended both may."""
+    run_dir = tmp_path / "run"
+    held, kept = make_room(run_dir)
+    assert kept is None
+    for again in (claim, make_room):
+        with pytest.raises(UserError, match=rf"run_dir: another process runs in {run_dir}; wait until it has ended"):
+            again(run_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    held.close()
+    claim(run_dir).close()
+    held, kept = make_room(run_dir)
+    assert kept == tmp_path / "run.1"
+    claim(kept).close()  # what was moved is nobody's
+    with pytest.raises(UserError, match="another process"):
+        claim(run_dir)
+    held.close()
+
+
+def test_behind_a_link_it_is_the_directory_that_is_kept_made_new_and_put_back(tmp_path: Path) -> None:
+    """The link to a large disk stays one: also to a place that is not there yet."""
+    disk, link = tmp_path / "disk" / "run", tmp_path / "link"
+    link.symlink_to(disk)
+    make_room(link)[0].close()
+    (disk / CONFIG_FILE).write_text("first")
+    held, kept = make_room(link)
+    assert kept == tmp_path / "disk" / "run.1"
+    assert link.is_symlink() and link.resolve() == disk
+    assert ((kept / CONFIG_FILE).read_text(), (disk / CONFIG_FILE).read_text()) == ("first", "")
+    undo(link, kept)
+    assert (disk / CONFIG_FILE).read_text() == "first" and not kept.exists()
+    held.close()
