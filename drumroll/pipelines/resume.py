@@ -123,10 +123,18 @@ def _resumed(checkpoint: Checkpoint, config: RunConfig, skipped: list[Skipped]) 
     return Resumed(checkpoint, state, folder, [*found.elastic, *moved], skipped, finished)
 
 
-def write_start(run_dir: Path, folder: Path, facts: Mapping[str, str]) -> None:
+def write_start(config: RunConfig, folder: Path, facts: Mapping[str, str]) -> None:
     """Write down which model a run starts from, and with what. `facts`: what numbers depend on beside the config."""
-    text = json.dumps({"model": str(folder.resolve()), "weights": sample_weights(folder), **facts}, indent=1)
-    (run_dir / START_FILE).write_text(text + "\n", encoding="utf-8")
+    weights = {"weights": sample_weights(folder)} if _holds_reference(config) else {}
+    text = json.dumps({"model": str(folder.resolve()), **weights, **facts}, indent=1)
+    (Path(config.run_dir) / START_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _holds_reference(config: RunConfig) -> bool:
+    """Whether a resumed run loads the model that it started from again; that of adapters is known to the checkpoint by its digests."""
+    if config.algorithm is None or config.model.lora is not None:
+        return False
+    return resolve(config.algorithm, config.rollout.max_tokens).needs_reference
 
 
 def _start_facts(run_dir: Path) -> dict[str, str]:
@@ -144,9 +152,7 @@ def _start_facts(run_dir: Path) -> dict[str, str]:
 def _check_reference(run_dir: Path, config: RunConfig, folder: Path) -> None:
     """Raises UserError when a frozen reference would be loaded from weights that are no longer those that the run started from."""
     before = _start_facts(run_dir).get("weights")
-    if before is None or config.algorithm is None or config.model.lora is not None:  # a checkpoint of adapters knows its base by digests
-        return
-    if resolve(config.algorithm, config.rollout.max_tokens).needs_reference and sample_weights(folder) != before:
+    if before is not None and _holds_reference(config) and sample_weights(folder) != before:
         raise UserError(
             f"{folder}: its weights changed since the run started from them, and the reference (algorithm.kl) is that model; put them back"
         )

@@ -98,7 +98,7 @@ class Session:
             self.saver = Saver(self.config, store, model, self.recorder)
         self.plan = self._foresee(folder)
         if self.resumed is None:
-            write_start(self.run_dir, folder, environment(self._device))
+            write_start(self.config, folder, environment(self._device))
 
     @property
     def _device(self) -> str:
