@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from drumroll.algorithms.filters import has_variance
 from drumroll.algorithms.presets import Algorithm, resolve
@@ -169,13 +168,7 @@ def score(samples: list[TrainSample], policy: Policy, algorithm: Algorithm) -> l
     return samples
 
 
-class Steps(Protocol):
-    """A policy or a critic."""
-
-    def step(self, samples: Sequence[TrainSample], loss: LossFn) -> StepStats: ...
-
-
-def update(learner: Steps, samples: Sequence[TrainSample], loss: LossFn, algorithm: Algorithm) -> list[StepStats]:
+def update(learner: Policy | Critic, samples: Sequence[TrainSample], loss: LossFn, algorithm: Algorithm) -> list[StepStats]:
     """The optimizer steps of one rollout batch: mini-batches of whole groups, each with its own denominators; every epoch the same ones."""
     return [learner.step(batch, loss) for _ in range(algorithm.epochs) for batch in minibatches(samples, algorithm.minibatches)]
 

@@ -22,7 +22,20 @@ from drumroll.planner import state, view
 from drumroll.planner.advice import advise, fits
 from drumroll.planner.forecast import forecast, training_scene
 from drumroll.planner.measure import micro_batch
-from drumroll.planner.phases import CACHE, OPTIMIZER, PARAMETERS, SAMPLING, STEP, TRAIN
+from drumroll.planner.phases import (
+    CACHE,
+    CRITIC,
+    CRITIC_STEP,
+    CRITIC_TRAIN,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    POLICY,
+    SAMPLING,
+    STEP,
+    TRAIN,
+    VALUES,
+)
 from drumroll.planner.source import config_folder
 from drumroll.planner.trace import Batch, build_fake, trace
 from drumroll.planner.traffic import traffic
@@ -259,6 +272,24 @@ def test_a_reference_is_one_more_model() -> None:
     without, held = (forecast(quickstart(f"algorithm.kl={{coef: {coef}}}"), quickstart_folder()) for coef in (0.0, 0.1))
     added = held.phase(STEP).total - without.phase(STEP).total
     assert added == pytest.approx(4 * held.parameters / held.ranks, rel=0.02)
+
+
+def test_a_critic_is_one_more_model_that_trains() -> None:
+    """Beside the other in every phase, but for what the value head leaves out of a model; by turns away while the engine samples."""
+    recipe = config.load("recipes/ppo_quickstart.yaml", ["runtime.take_turns=true"])
+    folder = config_folder(recipe.model.path)
+    plan = forecast(recipe, folder)
+    scorer = build.build(ModelSpec(str(folder)))
+    lost = scorer.head.weight.numel() - scorer.head.weight.shape[1]
+    assert plan.critic is not None
+    assert plan.state.parameter - plan.critic.parameter == pytest.approx(4 * lost / 2, rel=0.02)
+    assert plan.between == plan.state.between + plan.critic.between
+    assert plan.phase(TRAIN).terms[CRITIC] == pytest.approx(plan.critic.between, rel=0.02)
+    assert plan.phase(CRITIC_TRAIN).terms[POLICY] == pytest.approx(plan.state.between, rel=0.02)
+    assert plan.phase(CRITIC_STEP).terms[GRADIENTS] == plan.critic.gradient
+    assert plan.phase(VALUES).total < plan.phase(CRITIC_TRAIN).total
+    assert plan.phase(SAMPLING).terms[CRITIC] == 0
+    assert sum(traffic.what.startswith("critic: ") for traffic in plan.traffic) == 3  # forward, backward, gradients
 
 
 def test_a_slot_grows_by_quarters() -> None:
