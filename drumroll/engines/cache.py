@@ -7,7 +7,8 @@ position, so that rows can end and be replaced while others go on. A model's for
 `SlotLayer.update` is called by each of them with the new keys and values, and the plan of the pass under way says where those go.
 A prefill writes them into their slots and attends over them alone (a prompt has no past); a decode step writes one token a row at the
 row's position and attends over the first L entries of the first B slots, where a mask hides what lies beyond a row's own position.
-What is hidden must still be finite (0 x NaN is NaN): slots are zeroed when allocated.
+What is hidden must still be finite (0 x NaN is NaN): slots are zeroed when allocated. On a CPU, L is the cache's length: products over
+the whole of a tensor take less than half the time of products over a part of every row. Elsewhere it is that of the longest row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 SLOT_ATTENTION = "drumroll_slots"
-_GROWTH = 64  # tokens: cache lengths are multiples of it
+_GROWTH = 16  # tokens: cache lengths are multiples of it
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,8 +143,10 @@ def _longer(now: int, wanted: int) -> int:
 
 
 def _grown(old: torch.Tensor, slots: int, length: int) -> torch.Tensor:
-    new = old.new_zeros((slots, old.shape[1], length, old.shape[3]))
+    new = old.new_empty((slots, old.shape[1], length, old.shape[3]))
     new[: old.shape[0], :, : old.shape[2]] = old
+    new[: old.shape[0], :, old.shape[2] :] = 0
+    new[old.shape[0] :] = 0
     return new
 
 

@@ -67,6 +67,7 @@ class SlotLoop:
     def run(self, waiting: Iterator[Row], stopped: Stopped) -> Iterator[tuple[Row, bool]]:
         """Rows as they finish, each with whether it stopped (an end-of-sequence id, a stop string) rather than ran out of tokens."""
         queue = _Queue(waiting)
+        self._cache.release()  # an earlier run may have made it longer than this one needs, and a decode step may look at all of it
         slots: list[Row | None] = []
         idle = 0
         while queue or idle < len(slots):
@@ -159,11 +160,12 @@ class SlotLoop:
 
     def _step(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample one token a row: ids and log-probs [B]."""
-        self._cache.plan = Decode(batch.index, batch.position, batch.length)
+        length = self._cache.length if self._device.type == "cpu" else batch.length  # see [Note: slot cache]
+        self._cache.plan = Decode(batch.index, batch.position, length)
         logits = self._model(
             input_ids=batch.token[:, None],
             position_ids=batch.position[:, None],
-            attention_mask=decode_mask(batch.position, batch.length, self._model.dtype),
+            attention_mask=decode_mask(batch.position, length, self._model.dtype),
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]

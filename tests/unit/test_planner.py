@@ -293,7 +293,7 @@ def test_a_critic_is_one_more_model_that_trains() -> None:
 
 
 def test_a_slot_grows_by_quarters() -> None:
-    assert [length_reached(10, length) for length in (20, 63, 64, 200)] == [64, 64, 128, 256]
+    assert [length_reached(10, length) for length in (15, 16, 63, 64, 200)] == [16, 32, 64, 80, 240]
 
 
 # --- words

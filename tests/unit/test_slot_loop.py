@@ -234,7 +234,7 @@ def test_memory_is_what_the_longest_rows_need_and_sleep_gives_it_back(folders: d
     weights = sampler.memory()
     list(sampler.generate([GenerateRequest(0, [5] * 10, 4, SamplingParams(20))]))
     per_token = 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head size, bytes
-    assert sampler.memory() - weights == 4 * 64 * per_token  # one growth step of 64 tokens holds them
+    assert sampler.memory() - weights == 4 * 32 * per_token  # steps of 16 tokens
     sampler.sleep()
     assert sampler.memory() == weights
 
