@@ -123,7 +123,7 @@ class Fsdp2Placement:
         experts: list[nn.Module] = []
         if options.expert_ranks > 1:
             expert_mesh = self._make_expert_mesh(ctx)
-            experts = self._share_experts(scorer, expert_mesh, model)
+            experts = dispatch.install(scorer.hf, dispatch.GroupRoads(expert_mesh.get_group("expert")), model.tile_mlp)
             alike = expert_mesh["replicate", "data"] if options.replicas > 1 else expert_mesh["data"]
             for module in experts:
                 shard(module, mesh=alike, reshard_after_forward=_kept_between(options, alike))
@@ -149,14 +149,6 @@ class Fsdp2Placement:
         replicas, together = self._options.replicas, self._options.expert_ranks
         ranks = torch.arange(ctx.world_size).view(replicas, -1, together).transpose(1, 2)
         return DeviceMesh(ctx.device.type, ranks, mesh_dim_names=("replicate", "expert", "data"))
-
-    def _share_experts(self, scorer: Scorer, mesh: DeviceMesh, model: ModelSpec) -> list[nn.Module]:
-        if model.tile_mlp:
-            raise UserError(
-                f"backend.fsdp2.expert_ranks={self._options.expert_ranks}: tiles of tokens would travel to experts one by one, and ranks "
-                f"have different numbers of them: set model.tile_mlp=0, got {model.tile_mlp}"
-            )
-        return dispatch.install(scorer.hf, dispatch.GroupRoads(mesh.get_group("expert")))
 
     def _share_sequences(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         ranks = self._options.sequence_ranks

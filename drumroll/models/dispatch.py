@@ -102,12 +102,18 @@ class GroupRoads:
         return _Travelling(self._group, send, receive, each_Pe.repeat_interleave(coming_Pe.flatten(), output_size=sum(receive)))
 
 
-def install(hf: PreTrainedModel, roads: Roads) -> list[nn.Module]:
+def install(hf: PreTrainedModel, roads: Roads, tile_mlp: int = 0) -> list[nn.Module]:
     """Leave of every layer's experts, still without values, as many as a rank has, and let tokens travel to the others.
 
-    Gives the modules that hold them. Raises UserError for a model that cannot be computed like this. See [Note: dispatch].
+    Gives the modules that hold them. `tile_mlp`: see ModelSpec. Raises UserError for a model that cannot be computed like this. See
+    [Note: dispatch].
     """
     check(hf, roads.ranks)
+    if tile_mlp:
+        raise UserError(
+            f"expert_ranks={roads.ranks}: tiles of tokens would travel to experts one by one, and ranks have different numbers of them: "
+            f"set model.tile_mlp=0, got {tile_mlp}"
+        )
     ExpertsInterface.register(_NAME, torch.compiler.disable(_dispatched))
     hf.set_experts_implementation(_NAME)
     found = expert_modules(hf)

@@ -152,7 +152,7 @@ def build_fake(spec: ModelSpec, expert_ranks: int = 1) -> tuple[FakeTensorMode, 
                     if tensor is not None:
                         tensors[name] = fakes.setdefault(id(tensor), _fake(tensor))  # type: ignore[assignment]
         if expert_ranks > 1:
-            dispatch.install(scorer.hf, _EvenRoads(expert_ranks))
+            dispatch.install(scorer.hf, _EvenRoads(expert_ranks), spec.tile_mlp)
     return mode, scorer
 
 

@@ -325,6 +325,13 @@ def test_what_would_be_refused_at_launch_is_refused() -> None:
         forecast(quickstart("backend.name=single", "runtime.ranks=2"), quickstart_folder())
 
 
+@pytest.mark.parametrize(("name", "tile", "why"), [("llama", 0, "has no experts"), ("mixtral", 8, "set model.tile_mlp=0")])
+def test_models_whose_experts_cannot_be_shared_are_refused(name: str, tile: int, why: str, tmp_path: Path) -> None:
+    spec = ModelSpec(str(scorer_models.make(name, tmp_path)), tile_mlp=tile)
+    with pytest.raises(UserError, match=why):
+        training_scene(spec, OptimSpec(), footprint("fsdp2", 4, expert_ranks=2), BATCH, 1, CPU)
+
+
 def test_a_model_that_is_not_here(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected a file called config\.json"):
         config_folder("some/model", tmp_path)
