@@ -143,25 +143,6 @@ def test_the_state_before_the_first_step_travels_too(folders: dict[str, Path], t
         last = travel(name, 2, folder, last, first)
 
 
-def resume(rank: int, ranks: int, name: str, folder: Path, directory: Path) -> tuple[dict[str, torch.Tensor], ...]:
-    """Weights after 3 steps on end, and after 2 steps, a restart from disk and 1 step."""
-    straight = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=3)
-    saved = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2)
-    saved.save(directory)
-    resumed = runs.start(rank, ranks, name, {}, ModelSpec(str(folder)), OptimSpec(weight_decay=0.01))
-    resumed.load(directory)
-    samples = runs.make_samples(4)
-    resumed.forward_backward(collate(samples[rank::ranks]), runs.loss_fn, denominators(samples), last=True)
-    resumed.step(runs.LR)
-    return runs.full_weights(straight), runs.full_weights(resumed)
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2)])
-def test_training_goes_on_bit_equal_after_loading(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
-    for straight, resumed in run_ranks(resume, ranks, name, folders["untied"], tmp_path / "state"):
-        assert all(torch.equal(resumed[key], tensor) for key, tensor in straight.items())
-
-
 def test_a_save_holds_no_more_than_a_tensor_beside_what_it_saves(tmp_path: Path) -> None:
     """Of Python's memory, where the bytes of a file would be made; and every dtype and shape comes back bit for bit."""
     torch.manual_seed(0)

@@ -231,10 +231,12 @@ def test_elsewhere_state_is_bit_equal_and_prompts_and_seeds_are_the_same(
         assert "contract: elastic" in found.words()
         assert any(key in found.words() for key in ("runtime.ranks 2 -> ", 'backend.name "ddp" -> "fsdp2"'))
         stop += 2
-    draws = [[(r.step, r.phase, r.group_id, r.prompt_id, r.index) for r in read_rollouts(d) if r.step <= stop] for d in (run_dir, whole)]
-    ours, theirs = ([draw for draw in of_run if draw[1] == "train"] for of_run in draws)
+    rollouts = [[r for r in read_rollouts(of) if r.step <= stop and r.phase == "train"] for of in (run_dir, whole)]
+    ours, theirs = ([(r.step, r.group_id, r.prompt_id, r.index) for r in of_run] for of_run in rollouts)
     assert ours == theirs
     assert len(ours) == stop * 4 * 4
+    first, expected_first = ([r.token_ids for r in of_run if r.step == 3] for of_run in rollouts)
+    assert first == expected_first, "sampled from the loaded weights before anything has rounded otherwise"
 
 
 # --- what is refused, and what is taken instead
