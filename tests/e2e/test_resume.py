@@ -239,6 +239,15 @@ def test_elsewhere_state_is_bit_equal_and_prompts_and_seeds_are_the_same(
     assert first == expected_first, "sampled from the loaded weights before anything has rounded otherwise"
 
 
+def test_moments_may_move_to_host_memory(straight: Callable[[str, str], Path], folder: Path, tmp_path: Path) -> None:
+    """As may what else only saves memory, where a run has met its end: named, and on a CPU not a bit different."""
+    whole = straight("sft", "single-1")
+    run_dir = copy(whole, tmp_path / "run")
+    found = go_on(run_config(folder, run_dir, "single-1", SFT, optim=SFT["optim"] | {"offload": True}), 2)
+    assert found.differences == ["optim.offload false -> true"]
+    assert_same_run(run_dir, whole)
+
+
 # --- what is refused, and what is taken instead
 
 
