@@ -34,6 +34,7 @@ SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
 BESIDE = "forward-only: unmoved by training"
 TRAINING = "forward-only: what trains beside it"
 SENT_AGAIN = "weights that a push sends again"
+ADAPTERS_SENT = "adapters that a push sends again"
 FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
 FOREIGN_STEP = f"step after {plugins.SPECIFICATION_BACKEND}'s save"
 
@@ -164,7 +165,7 @@ class Probe:
         with checking(SENT_AGAIN):
             seen.compare(SENT_AGAIN, "changing", _flat(backend.weights(torch.float32, trained_only=True)))
             if case.model.lora is not None:
-                seen.compare(SENT_AGAIN, "adapters", _flat(backend.weights(torch.float32, trained_only=True, apart=True)))
+                seen.compare(ADAPTERS_SENT, "adapters", _flat(backend.weights(torch.float32, trained_only=True, apart=True)))
         with checking("save"):
             report.exported = fingerprints(_flat(backend.weights(torch.float32)))
         self._go_on(case, backend, seen, "step after saving")

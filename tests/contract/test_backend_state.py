@@ -1,4 +1,4 @@
-"""What backends hold, hand out, save and skip. Failure cases 15, 17 and 38, and the export side of 46 and 51."""
+"""What backends hold, hand out, save and skip. Failure cases 15, 17 and 38, 46, and the export side of 51."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from drumroll.backends.base import KINDS, Backend, Checkpointing, ModelSpec, Opt
 from drumroll.backends.clip import local_part
 from drumroll.digest import digest
 from drumroll.errors import RunError
+from drumroll.models.export import save_folder
 from drumroll.packing import collate, denominators
 from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
+from tests.scorer_models import alone
 
 LAYOUTS = (("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp1", 1), ("fsdp1", 2), ("fsdp2", 1), ("fsdp2", 2))
 SHARDED = ("fsdp1", "fsdp2")  # parameters too
@@ -85,6 +87,39 @@ def test_weights_and_digests(name: str, ranks: int, folders: dict[str, Path]) ->
                     assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 20_000
                     assert all(torch.equal(tensor, expected[key].to(dtype)) for key, tensor in bucket)
                 assert all(digests[key] == digest(tensor.to(dtype)) for key, tensor in expected.items())
+
+
+def export_folders(rank: int, ranks: int, names: tuple[str, ...], folders: dict[str, Path], out: Path) -> dict[Any, torch.Tensor]:
+    """Two steps, and the folder that a run would write; (backend, model) -> the live model's log-probs of all samples."""
+    found: dict[Any, torch.Tensor] = {}
+    for name in names:
+        for model, folder in folders.items():
+            backend = start_training(rank, ranks, name, {}, ModelSpec(str(folder)), steps=2)
+            found[name, model] = backend.logprobs(collate(runs.make_samples(4))).logprobs.clone()
+            buckets = backend.weights(torch.float32)
+            if rank == 0:
+                save_folder(folder, out / name / model, buckets)
+            else:
+                assert sum(map(len, buckets)) > 0
+    return found
+
+
+@pytest.mark.parametrize(("names", "ranks"), [(("single",), 1), (("ddp", "zero1", "zero2", *SHARDED), 2)], ids=["1", "2"])
+def test_case_46_what_is_exported_reloads_as_it_is_live(
+    names: tuple[str, ...], ranks: int, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Tied: one key, and tied again; untied: both. transformers misses nothing and computes the live model's log-probs to 1e-6."""
+    of_ranks = run_ranks(export_folders, ranks, names, folders, tmp_path)
+    for name in names:
+        for model in folders:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / name / model, output_loading_info=True)
+            again, report = loaded
+            assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+            assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == (model == "tied")
+            written = load_file(tmp_path / name / model / "model.safetensors")
+            assert ("lm_head.weight" in written) == (model == "untied")
+            expected = alone(again.eval(), runs.make_samples(4))
+            assert all((found[name, model] - expected).abs().max() < 1e-6 * expected.abs().max() for found in of_ranks)
 
 
 # --- checkpoints

@@ -240,7 +240,7 @@ def six_tokens(rank: int, ranks: int, name: str, folder: Path) -> dict[str, torc
 def test_six_tokens_split_five_to_one(folders: dict[str, Path]) -> None:
     """Case 1, to the tolerance it names."""
     (expected,) = run_ranks(six_tokens, 1, "single", folders["llama-untied"])
-    for name in ("ddp", "zero2", "fsdp1", "fsdp2"):
+    for name in ("ddp", "zero1", "zero2", "fsdp1", "fsdp2"):
         for found in run_ranks(six_tokens, 2, name, folders["llama-untied"]):
             assert max(relative(found[key], expected[key]) for key in expected) < 1e-6
 

@@ -164,6 +164,7 @@ def base_logprobs(rank: int, ranks: int, folder: Path) -> list[torch.Tensor]:
     return [backend.logprobs(collate(micro)).logprobs.clone() for micro in runs.even_plan(runs.make_samples(), 0, 1, 2)]
 
 
+SHARED = ("ddp", "zero1", "zero2", "fsdp1", "fsdp2")  # of more than one rank
 BACKENDS: list[tuple[str, dict[str, Any]]] = [
     ("ddp", {}),
     ("zero1", {}),
@@ -225,17 +226,19 @@ def reload(rank: int, ranks: int, name: str, folder: Path, source: Path, out: Pa
 
 
 def test_a_checkpoint_holds_adapters_alone_and_moves_between_backends(folders: dict[str, Path], tmp_path: Path) -> None:
-    """ddp on two ranks -> fsdp2 on two -> zero2 on one -> single, bit for bit. Case 54: all rows are in it."""
-    (saved, _) = run_ranks(lora_run, 2, "ddp", {}, folders, tmp_path / "ddp")
-    for model, folder in folders.items():
-        sharded = run_ranks(reload, 2, "fsdp2", folder, tmp_path / "ddp" / model, tmp_path / "fsdp2" / model)
-        (rows,) = run_ranks(reload, 1, "zero2", folder, tmp_path / "fsdp2" / model, tmp_path / "zero2" / model)
-        (alone,) = run_ranks(reload, 1, "single", folder, tmp_path / "zero2" / model, None)
-        expected = saved[model]["end"]
-        for found in (*sharded, rows, alone):
+    """From ddp on two ranks along a route over all backends, bit for bit. Case 54: all rows are in it."""
+    chosen = {"llama-tied": folders["llama-tied"]}
+    (saved, _) = run_ranks(lora_run, 2, "ddp", {}, chosen, tmp_path / "ddp")
+    route = (("fsdp2", 2), ("fsdp1", 2), ("zero1", 2), ("zero2", 1), ("single", 1))
+    for model, folder in chosen.items():
+        source, expected, loaded = tmp_path / "ddp" / model, saved[model]["end"], list[dict[str, Any]]()
+        for name, ranks in route:
+            loaded += run_ranks(reload, ranks, name, folder, source, tmp_path / name / model)
+            source = tmp_path / name / model
+        for found in loaded:
             assert not any(torch.equal(found["before"][key], tensor) for key, tensor in expected.items())
             assert all(torch.equal(found["after"][key], tensor) for key, tensor in expected.items())
-        first, *others = (state.read(tmp_path / name / model) for name in ("ddp", "fsdp2", "zero2"))
+        first, *others = (state.read(tmp_path / name / model) for name in ("ddp", *(name for name, _ in route)))
         of_optimizer = {f"optimizer.{name}.{kind}" for name in expected for kind in ("exp_avg", "exp_avg_sq")} | {"optimizer.step"}
         assert first.keys() == {f"model.{name}" for name in expected} | of_optimizer | {"base.digests", "base.scale"}
         assert all(torch.equal(first[f"model.{name}"], tensor) for name, tensor in expected.items())
@@ -303,25 +306,30 @@ def test_case_52_a_bfloat16_base_trains_as_one_that_is_cast_for_use(folders: dic
                 assert float((found["trained"].gradients[key] - gradient).norm()) <= 2e-2 * float(gradient.norm())
 
 
-def checkpointed(rank: int, ranks: int, folder: Path) -> dict[str, Trained]:
+def checkpointed(rank: int, ranks: int, names: tuple[str, ...], folder: Path) -> dict[str, dict[str, Trained]]:
+    """Backend -> how activations are kept -> what came of it."""
     samples = runs.make_samples()
-    found = {}
-    for checkpointing in ("none", "full", "selective"):
-        spec = ModelSpec(str(folder), checkpointing=checkpointing, lora=LORA)  # type: ignore[arg-type]
-        backend = runs.start(rank, ranks, "single" if ranks == 1 else "fsdp2", {}, spec, OPTIM)
-        found[checkpointing] = runs.train(backend, runs.even_plan(samples, rank, ranks, 2), denominators(samples))
+    found: dict[str, dict[str, Trained]] = {}
+    for name in names:
+        found[name] = {}
+        for checkpointing in ("none", "full", "selective"):
+            spec = ModelSpec(str(folder), checkpointing=checkpointing, lora=LORA)  # type: ignore[arg-type]
+            backend = runs.start(rank, ranks, name, {}, spec, OPTIM)
+            found[name][checkpointing] = runs.train(backend, runs.even_plan(samples, rank, ranks, 2), denominators(samples), steps=2)
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_case_53_recomputed_activations_over_frozen_embeddings(ranks: int, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("names", "ranks"), [(("single",), 1), (SHARED, 2)], ids=["1", "2"])
+def test_case_53_recomputed_activations_over_frozen_embeddings(names: tuple[str, ...], ranks: int, folders: dict[str, Path]) -> None:
     """Nothing before the first adapter needs a gradient. Every B has one after the first step, the same with and without recomputation."""
-    for found in run_ranks(checkpointed, ranks, folders["llama-tied"]):
-        expected = found["none"]
-        assert all(gradient.any() for name, gradient in expected.gradients.items() if name.endswith("lora_B.weight"))
-        for checkpointing in ("full", "selective"):
-            assert all(torch.equal(found[checkpointing].gradients[name], tensor) for name, tensor in expected.gradients.items())
-            assert all(torch.equal(found[checkpointing].weights[name], tensor) for name, tensor in expected.weights.items())
+    for of_rank in run_ranks(checkpointed, ranks, names, folders["llama-tied"]):
+        assert of_rank.keys() == set(names)
+        for found in of_rank.values():
+            expected = found["none"]
+            assert all(gradient.any() for name, gradient in expected.gradients.items() if name.endswith("lora_B.weight"))
+            for checkpointing in ("full", "selective"):
+                assert all(torch.equal(found[checkpointing].gradients[name], tensor) for name, tensor in expected.gradients.items())
+                assert all(torch.equal(found[checkpointing].weights[name], tensor) for name, tensor in expected.weights.items())
 
 
 def write_adapter(folder: Path, model: Path, single: dict[str, Any]) -> Path:
@@ -331,7 +339,11 @@ def write_adapter(folder: Path, model: Path, single: dict[str, Any]) -> Path:
     return folder
 
 
-def from_adapter(rank: int, ranks: int, name: str, model: Path, start: Path) -> dict[str, Any]:
+def from_adapter(rank: int, ranks: int, names: tuple[str, ...], model: Path, start: Path) -> dict[str, dict[str, Any]]:
+    return {name: of_adapter(rank, ranks, name, model, start) for name in names}
+
+
+def of_adapter(rank: int, ranks: int, name: str, model: Path, start: Path) -> dict[str, Any]:
     samples = runs.make_samples()
     work = [collate(micro) for micro in runs.even_plan(samples, rank, ranks, 1)]
     spec = ModelSpec(str(model), lora=LoraSpec(rank=4, alpha=8.0, start=str(start)))
@@ -350,13 +362,14 @@ def from_adapter(rank: int, ranks: int, name: str, model: Path, start: Path) -> 
     return {"begun": begun, "at start": at_start, "at end": at_end, "trained": trained, "again": score()}
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("single", 1), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("names", "ranks"), [(("single",), 1), (SHARED, 2)], ids=["1", "2"])
 def test_case_56_a_loaded_adapter_is_its_own_reference(
-    name: str, ranks: int, folders: dict[str, Path], single: dict[str, Any], tmp_path: Path
+    names: tuple[str, ...], ranks: int, folders: dict[str, Path], single: dict[str, Any], tmp_path: Path
 ) -> None:
     """Step-0 KL is 0, not the gap to the bare base; the reference stays what it was while the policy moves, and the policy comes back."""
     start = write_adapter(tmp_path / "adapter", folders["llama-tied"], single)
-    for found in run_ranks(from_adapter, ranks, name, folders["llama-tied"], start):
+    of_ranks = run_ranks(from_adapter, ranks, names, folders["llama-tied"], start)
+    for found in (of_rank[name] for of_rank in of_ranks for name in names):
         assert torch.equal(found["begun"], found["at start"])
         assert torch.equal(found["begun"], found["at end"])
         assert torch.equal(found["trained"], found["again"])
