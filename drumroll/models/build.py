@@ -30,6 +30,9 @@ def build(spec: ModelSpec, *, meta: bool = True) -> Scorer:
     """
     try:
         config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"model {spec.path}: transformers cannot read its config.json: {error}") from error
+    try:
         with torch.device("meta") if meta else nullcontext():
             hf = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=spec.attention, trust_remote_code=spec.trust_remote_code

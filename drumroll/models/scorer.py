@@ -224,6 +224,12 @@ def _refuse_changed_logits(hf: PreTrainedModel) -> None:
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"{name}: expected a linear language-model head, got {type(head).__name__}; use a causal language model")
+    known = {id(parameter) for module in (hf.base_model, head) for parameter in module.parameters()}
+    if between := [parameter_name for parameter_name, parameter in hf.named_parameters() if id(parameter) not in known]:
+        raise UserError(
+            f"{name}: {between[0]} is neither of the model's body nor of its head, which is then not a plain linear layer on the body's "
+            "last hidden state; use a causal language model"
+        )
     config = hf.config.get_text_config().to_dict()
     for field, neutral in _LOGIT_FIELDS.items():
         if config.get(field) not in neutral:
