@@ -242,7 +242,7 @@ class AlgorithmConfig(Section):
     group_size: Positive | None = Field(None, description="samples a prompt")
     advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw", "gae"] | None = Field(None, description="from rewards alone, one a sample; gae: from a critic's values, one a token, whitened over the batch")
     gamma: float | None = Field(None, gt=0, le=1, description="gae: discount a token")
-    lam: float | None = Field(None, ge=0, le=1, description="gae: weight of later rewards against the critic's values; 1: the returns themselves")
+    lam: float | None = Field(None, ge=0, le=1, description="gae: weight of what comes against what the critic expects of it; 1: the rewards to come, and no later value")
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = None
     clip_low: float | None = Field(None, ge=0, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
     clip_high: float | None = Field(None, ge=0)
