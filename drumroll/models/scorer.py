@@ -48,6 +48,7 @@ class Scorer(nn.Module):
             _refuse_changed_logits(hf)
         self.hf = hf.eval()
         self.left_out = left_out
+        _refuse_layers_between(hf, self.head)
         self.layout = choose(spec.layout, spec.attention)
         self.compute_dtype = spec.compute_dtype
         self.temperature = spec.temperature
@@ -219,17 +220,20 @@ def find_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     raise UserError(f"{name}: expected a list of {count} transformer blocks (num_hidden_layers) in the model's body; found none")
 
 
+def _refuse_layers_between(hf: PreTrainedModel, head: nn.Module) -> None:
+    known = {id(parameter) for module in (hf.base_model, head) for parameter in module.parameters()}
+    if between := [name for name, parameter in hf.named_parameters() if id(parameter) not in known]:
+        raise UserError(
+            f"{type(hf).__name__}: {between[0]} is neither of the model's body nor of its head, which is then not a plain linear layer on "
+            "the body's last hidden state; use a causal language model"
+        )
+
+
 def _refuse_changed_logits(hf: PreTrainedModel) -> None:
     name = type(hf).__name__
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UserError(f"{name}: expected a linear language-model head, got {type(head).__name__}; use a causal language model")
-    known = {id(parameter) for module in (hf.base_model, head) for parameter in module.parameters()}
-    if between := [parameter_name for parameter_name, parameter in hf.named_parameters() if id(parameter) not in known]:
-        raise UserError(
-            f"{name}: {between[0]} is neither of the model's body nor of its head, which is then not a plain linear layer on the body's "
-            "last hidden state; use a causal language model"
-        )
     config = hf.config.get_text_config().to_dict()
     for field, neutral in _LOGIT_FIELDS.items():
         if config.get(field) not in neutral:
