@@ -95,7 +95,10 @@ def inject(hf: PreTrainedModel, spec: LoraSpec, blocks: Sequence[nn.Module]) -> 
         except ValueError as error:
             raise UserError(f"model.lora.targets={spec.targets}: {error}") from error
     if outside := [adapter.layer for adapter in adapters(hf) if adapter.layer not in linear]:
-        raise UserError(f"model.lora.targets: {outside[0]} lies outside of the transformer blocks; expected linear layers in them")
+        raise UserError(
+            f"model.lora.targets: by these names PEFT adapts {outside[0]} too, which is no linear layer of a transformer block; "
+            "name targets that only linear layers have, e.g. [q_proj, k_proj, v_proj, o_proj]"
+        )
     for name, parameter in hf.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if is_adapter(name) else spec.base_dtype)
         parameter.requires_grad_(is_adapter(name))

@@ -79,7 +79,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it. Raises UserError when the folder has none."""
     index = folder / _INDEX
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: expected an object with weight_map, tensor name to file name ({error!r}); copy it again") from error
     single = folder / _SINGLE
     if not single.is_file():
         raise UserError(f"{folder}: expected {_SINGLE} or {_INDEX}, found neither; save the model with save_pretrained")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from drumroll.backends.base import LoraSpec, ModelSpec
 from drumroll.config import parse
 from drumroll.errors import UserError
 from drumroll.models import build, lora
 from drumroll.models.scorer import Scorer
-from tests.scorer_models import make
+from tests.scorer_models import CONFIGS, make
 
 peft = pytest.importorskip("peft")
 
@@ -65,6 +65,15 @@ def test_targets_are_ends_of_names_and_all_linear_leaves_out_the_head(folder: Pa
 def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(folder: Path, target: str) -> None:
     with pytest.raises(UserError, match=f"is a '{target}'; they are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
         injected(folder, targets=("q_proj", target))
+
+
+def test_a_mixture_with_dense_layers_says_which_targets_experts_lack(tmp_path: Path) -> None:
+    """By the names of the dense layers PEFT would adapt experts too."""
+    config = CONFIGS["qwen3-moe"].to_diff_dict() | {"mlp_only_layers": [0]}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"adapts model\.layers\.1\.mlp\.experts too.*e\.g\. \[q_proj"):
+        injected(tmp_path)
+    injected(tmp_path, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
 def test_a_beginning_depends_on_seed_and_name_alone() -> None:

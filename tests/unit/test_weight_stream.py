@@ -71,6 +71,13 @@ def test_a_missing_file_of_an_index_is_named(folder: Path) -> None:
         models.scorer(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_named(folder: Path, content: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match=r"index\.json: expected an object with weight_map"):
+        models.scorer(folder)
+
+
 def test_a_folder_without_safetensors_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"expected model\.safetensors"):
