@@ -29,8 +29,9 @@ def value_loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominat
     clipped = torch.zeros_like(errors, dtype=torch.bool)
     if clip is not None:
         old = needed(micro.values, "values from before the step (clip)")
-        bound = (old + (values - old).clamp(-clip, clip) - returns).square()
-        clipped = bound > errors
+        moved = values - old
+        bound = (old + moved.clamp(-clip, clip) - returns).square()
+        clipped = (bound > errors) & (moved.abs() > clip)  # within the clip the two are equal but for rounding
         errors = torch.where(clipped, bound, errors)
     weighted = token_mean(micro.target_lengths, values.shape[0], denominators, values.dtype) * 0.5 * errors
     stats = {"value": values.detach(), "return": returns, "value_clipped": clipped.float(), "loss_abs": weighted.detach().abs()}

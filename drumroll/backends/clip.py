@@ -36,8 +36,8 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
     norm = norm if math.isfinite(norm) else math.inf
     world_size = dist.get_world_size()
-    if all(math.prod(dist.get_world_size(g) for g in groups) == world_size for groups in by_groups):
-        return norm  # an all-reduce over everybody has already given everybody the same value
+    if world_size == 1 or all([dist.get_world_size(group) for group in groups] == [world_size] for groups in by_groups):
+        return norm  # one all-reduce over everybody gave everybody the same bits; of several in turn, over parts of them, nobody says so
     return _largest(norm, tensors[0].device) if tensors else norm
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 class Rows:
@@ -24,7 +25,7 @@ class Rows:
 
     def __init__(self, mesh: DeviceMesh, cuts: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self._mesh = mesh
-        self._placements: list[Placement] = [*[Replicate()] * (mesh.ndim - cuts), *[Shard(0)] * cuts]
+        self._placements: tuple[Placement, ...] = (*[Replicate()] * (mesh.ndim - cuts), *[Shard(0)] * cuts)
         self.group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1) if group is None else group
         self.ranks = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -48,9 +49,12 @@ class Rows:
         return whole[start // row : (start + numel) // row] if row else whole[:0]
 
     def dtensor(self, piece: torch.Tensor, shape: torch.Size) -> DTensor:
-        """`piece` with its place in a tensor of `shape`; shares its storage."""
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(piece, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+        """`piece` with its place in a tensor of `shape`; shares its storage.
+
+        Not `DTensor.from_local`: of a piece that is off-loaded to host memory it makes a copy on the mesh's device.
+        """
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), piece.dtype)
+        return DTensor(piece, DTensorSpec(self._mesh, self._placements, meta), requires_grad=False)
 
 
 @dataclass(slots=True, frozen=True)

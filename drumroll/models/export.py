@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 _KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*")
 _INDEX = "*.index.json"
 _TEMPLATES = "additional_chat_templates"
+_ABANDONED_S = 3600.0
 
 
 def save_folder(source: Path, out: Path, buckets: Iterable[Bucket], shard_bytes: int = 4 << 30) -> None:
@@ -93,12 +95,15 @@ def _is_ours(entry: Path) -> bool:
 
 
 def _temporary(out: Path) -> Path:
-    """Where `out` is written before it takes its name. What killed exports to `out` have left there goes. Raises RunError."""
+    """Where `out` is written before it takes its name. What killed exports to `out` have left there goes. Raises RunError.
+
+    What has changed within the hour may be another process's, at work: two runs of a recipe make its warm-up at the same time.
+    """
     orphan = re.compile(rf"\.{re.escape(out.name)}-(old-)?[a-z0-9_]{{8}}")  # as mkdtemp names them
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for path in out.parent.iterdir():
-            if orphan.fullmatch(path.name):
+            if orphan.fullmatch(path.name) and time.time() - path.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(path, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:

@@ -20,8 +20,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from drumroll.errors import RunError
+
 _NAME = "drumroll_shared_prompts"  # of the attention, among those of transformers
 _BASE = "sdpa"  # the attention that it wraps
+_OWN_MASKS = ("doge",)  # models that build on the body's mask in their attention: they need it, and it is of whole samples
 _WORTH = 0.9  # share of the rows' tokens that may be left to compute, for the copies around attention to pay
 
 
@@ -39,6 +42,8 @@ class Shared:
 def supports(hf: PreTrainedModel, attention: str) -> bool:
     """Whether a model's attention can be told: it is called through transformers' interface, and every layer looks at all before it."""
     fields = hf.config.get_text_config().to_dict()
+    if fields.get("model_type") in _OWN_MASKS:
+        return False
     whole = all(kind == "full_attention" for kind in fields.get("layer_types") or ()) and fields.get("sliding_window") is None
     return attention == _BASE and whole and bool(hf._supports_attention_backend)
 
@@ -110,6 +115,8 @@ def _attention(
     if shared is None:
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query_1KUD, key_1KUD, value_1KUD, attention_mask, **others)
         return output
+    if attention_mask is not None:  # of the U tokens in a row: it is not the rows'
+        raise RunError(f"{type(module).__name__} makes a mask of its own: set model.share_prompts=false")
     shared.used += 1
     query, key, value = (
         spread(tokens[0].transpose(0, 1), shared).unflatten(0, (shared.rows, -1)).transpose(1, 2)

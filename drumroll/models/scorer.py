@@ -58,8 +58,10 @@ class Scorer(nn.Module):
             experts.check_routers(hf)
         experts.choose_kernel(hf, spec.compute_dtype, spec.compile)
         self._sequence_group: dist.ProcessGroup | None = None
-        # With routers' logits given, tokens are counted by sample: those of every sample are needed.
-        self._share_prompts = spec.share_prompts and not spec.balance and prompts.supports(hf, spec.attention)
+        # With routers' logits given, tokens are counted by sample: those of every sample are needed. A packed row needs the masks that
+        # `prompts.install` takes away.
+        alone = self.layout == "packed" or spec.balance
+        self._share_prompts = spec.share_prompts and not alone and prompts.supports(hf, spec.attention)
         if self._share_prompts:
             prompts.install(hf)
         self.blocks = find_blocks(hf)

@@ -26,6 +26,7 @@ from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 
 _LETTING_GO_S = 0.002
 
+
 @dataclass(slots=True)
 class Peak:
     """Bytes above what was allocated when measuring began; both are set when it ends."""

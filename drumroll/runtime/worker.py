@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -293,6 +293,7 @@ def _at_once(write: Callable[[], None]) -> Future[None]:
 
 def _commit(written: Sequence[Future[None]], commit: Callable[[], Path] | None) -> None:
     """On a thread: when all ranks have written everything, rank 0 has something to do."""
+    wait(written)  # all of them, also where one has failed: what there is of it is removed then, and nobody may be writing there
     for one in written:
         one.result()
     if commit is not None:

@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import signal
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from drumroll.checkpoint import retention, rng
 from drumroll.checkpoint.driver import DriverState
 from drumroll.checkpoint.identity import Fingerprint
 from drumroll.checkpoint.manifest import Damaged
-from drumroll.checkpoint.store import Checkpoint, CheckpointStore
+from drumroll.checkpoint.store import CannotWrite, Checkpoint, CheckpointStore
 from drumroll.config import CheckpointConfig, RunConfig
 from drumroll.data.stream import Cursor
 from drumroll.errors import RunError, UserError
 from drumroll.pipelines.room import check_room, checkpoint_bytes
+from drumroll.runtime.worker import _commit
 
 MODEL = Fingerprint({"hidden_size": 4}, {"w": [4, 4], "b": [4]})
 STAGES = ("drafted", "written", "described", "renamed", "rotated")
@@ -232,3 +235,14 @@ def test_the_driver_state_comes_back_by_name(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("left_out", "skipped"))
     with pytest.raises(RunError, match=r"cursor: names saved and restored differ: missing left_out; only saved skipped"):
         Checkpoint(draft.path).state()
+
+
+def test_a_save_has_failed_only_when_nobody_writes_any_more() -> None:
+    """The policy's part fails at once while the critic's is still being written: what there is of both will be removed."""
+    failed: Future[None] = Future()
+    failed.set_exception(CannotWrite("full"))
+    writing: Future[None] = Future()
+    threading.Timer(0.2, writing.set_result, (None,)).start()
+    with pytest.raises(CannotWrite, match="full"):
+        _commit([failed, writing], None)
+    assert writing.done()

@@ -1,6 +1,7 @@
 """Exported folders load in transformers with nothing missing and the same logits. Failure case 46."""
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,8 +130,11 @@ def test_nothing_but_an_older_model_is_replaced(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    """But not what another process may be writing: two runs of a recipe make its warm-up at the same time."""
     source = models.make("llama", tmp_path / "source")
     for name in (".out-ab12_xyz", ".out-old-abcdefgh", ".out-2-abcdefgh", ".outer-abcdefgh"):
         (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".out-at__work").mkdir()
     save_folder(source, tmp_path / "out", _buckets(models.scorer(source)))
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", ".out-2-abcdefgh", ".outer-abcdefgh"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out", ".out-2-abcdefgh", ".outer-abcdefgh", ".out-at__work"}

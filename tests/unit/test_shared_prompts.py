@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM as Auto
+from transformers import DogeConfig
 
 from drumroll.errors import RunError
 from drumroll.models import prompts
@@ -134,10 +136,38 @@ def test_where_it_is_without_effect(attention: str, changed: dict[str, Any], sup
     assert prompts.supports(scorer.hf, attention) is supported
 
 
+@torch.no_grad()
+def test_packed_rows_keep_their_masks(tmp_path: Path) -> None:
+    """It is asked for by default, and has no effect on them: samples do not see one another (failure case 27)."""
+    plain, asked = both(models.make("llama", tmp_path), layout="packed")
+    assert torch.equal(plain(collate(groups()))[0], asked(collate(groups()))[0])
+
+
+@torch.no_grad()
+def test_a_model_that_builds_on_the_mask_keeps_it(tmp_path: Path) -> None:
+    """Doge adds to the body's mask in its attention, so it must be there, samples shared or not."""
+    model = Auto.from_config(DogeConfig(**models._SHAPE), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A"):
+            parameter.data.normal_()  # 0 at first: then it adds nothing
+    model.save_pretrained(tmp_path)
+    plain, asked = both(tmp_path)
+    assert torch.equal(plain(collate(groups()))[0], asked(collate(groups()))[0])
+
+
 def test_a_model_that_does_not_pass_its_arguments_on_is_found_out(tmp_path: Path) -> None:
     scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
     attention = attrgetter("layers.1.self_attn")(scorer.body)
     plain = attention.forward
     attention.forward = lambda *args, shared=None, **kwargs: plain(*args, **kwargs)
     with pytest.raises(RunError, match=r"1 of 2 blocks passed .* set model\.share_prompts=false"):
+        scorer(collate(groups()))
+
+
+def test_a_mask_that_a_model_makes_is_not_passed_over(tmp_path: Path) -> None:
+    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
+    attention = attrgetter("layers.1.self_attn")(scorer.body)
+    plain = attention.forward
+    attention.forward = lambda *args, attention_mask, **kwargs: plain(*args, attention_mask=torch.ones(1, dtype=torch.bool), **kwargs)
+    with pytest.raises(RunError, match=r"LlamaAttention makes a mask of its own: set model\.share_prompts=false"):
         scorer(collate(groups()))

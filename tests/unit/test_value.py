@@ -104,6 +104,14 @@ def test_value_loss_by_hand() -> None:
     assert float(plain.loss.detach()) == pytest.approx((0.25 + 2.25 + 0.04) / 20, rel=1e-6)
 
 
+def test_rounding_is_no_clip() -> None:
+    """old + (V - old) is V but for rounding: of values within the clip none has lost its gradient."""
+    rng = np.random.default_rng(0)
+    now, old, returns = (rng.normal(0, scale, 1000).clip(-0.1, 0.1).astype(np.float32).tolist() for scale in (0.05, 0.05, 1.0))
+    out = value_loss(TokenOutputs(values=torch.tensor(now)), micro(old, returns, [1000]), Denominators(1000, 1, 1), clip=0.2)
+    assert float(out.stats["value_clipped"].sum()) == 0
+
+
 def test_value_loss_adds_up_over_any_cut() -> None:
     rng = np.random.default_rng(0)
     now, old, returns = (rng.normal(size=7).astype(np.float32).tolist() for _ in range(3))
