@@ -49,8 +49,11 @@ def supports(hf: PreTrainedModel, attention: str) -> bool:
 
 
 def install(hf: PreTrainedModel) -> None:
-    """Let a model's attention look for `shared=Shared(...)` among the arguments of its forward; without it, it is what it was."""
-    AttentionInterface.register(_NAME, _attention)
+    """Let a model's attention look for `shared=Shared(...)` among the arguments of its forward; without it, it is what it was.
+
+    Compiled blocks call it between their graphs: it loops over what is shared, and would be compiled anew for every number of prompts.
+    """
+    AttentionInterface.register(_NAME, torch.compiler.disable(_attention))
     AttentionMaskInterface.register(_NAME, _no_mask)
     hf.set_attn_implementation(_NAME)
 

@@ -46,7 +46,7 @@ _STATE = (Probe.train, Probe.checkpoint)
 COMMON = (
     Variant(name="one rank", ranks=1, splits=(WHOLE,)),
     Variant(name="bfloat16", model={"compute_dtype": torch.bfloat16}, scenarios=_STATE),
-    Variant(name="packed layout", model={"layout": "packed", "share_prompts": True}),  # as a run asks for it: without effect here
+    Variant(name="packed layout", model={"layout": "packed", "share_prompts": True}),  # as runs ask for it: without effect here
     Variant(name="shared prompts", model={"share_prompts": True}),
     Variant(name="checkpointing: full", model={"checkpointing": "full"}),
     Variant(name="checkpointing: selective", model={"checkpointing": "selective"}),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo as dynamo
 from transformers import AutoModelForCausalLM as Auto
 from transformers import DogeConfig
 
@@ -109,6 +110,22 @@ def test_fewer_tokens_are_computed(tmp_path: Path) -> None:
     scorer(collate(groups()))
     own_prompts, responses, ends_in_its_prompt = 9 + 4 + 3, 25 - 6 + 1, 8
     assert seen == [own_prompts + responses + ends_in_its_prompt]
+
+
+def test_blocks_are_compiled_once_whatever_is_shared(tmp_path: Path) -> None:
+    """One prompt, two, three: the same graphs. Past a few versions torch would give up and not compile at all."""
+    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
+    for block in scorer.blocks:
+        block.forward = torch.compile(block.forward, backend="eager", dynamic=True)  # type: ignore[method-assign]
+    dynamo.reset()
+    graphs = []
+    for count in (1, 2, 3):
+        before = dynamo.utils.counters["stats"]["unique_graphs"]
+        batch = [sample([prompt, *range(3, 12)], [answer, answer + 1]) for prompt in range(3, 3 + count) for answer in range(5, 9)]
+        outcome(scorer, batch)
+        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    assert graphs[0] > 0
+    assert graphs[1:] == [0, 0]
 
 
 def test_another_sample_changes_nothing(tmp_path: Path) -> None:
