@@ -28,6 +28,7 @@ from drumroll.errors import UserError
 from drumroll.types import TrainSample
 
 ChatMessage = dict[str, Any]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -35,7 +36,9 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: no tokenizer can be loaded from there: {error}") from error
+        there = Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES)
+        why = f"it has none of {', '.join(_TOKENIZER_FILES)}; save the model's tokenizer into it (save_pretrained)" if there else str(error)
+        raise UserError(f"{folder}: no tokenizer can be loaded from there: {why}") from error
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 

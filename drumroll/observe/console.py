@@ -129,13 +129,19 @@ def step_line(record: StepRecord, total: int) -> str:
     parts += [f"kl {record.kl:.2g}"] if record.kl is not None else []
     parts += [f"ev {record.explained_variance:.2f}"] if record.explained_variance is not None else []
     parts += [f"gap {record.logprob_gap_mean:.1e}"] if record.logprob_gap_mean is not None else []
-    parts += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2g}"]
+    parts += _update_parts(record)
     parts += [f"no verdict {record.abstentions}"] if record.abstentions else []
     parts += [f"left out {record.left_out}"] if record.left_out else []
     skipped = record.skipped_steps + record.critic_skipped_steps
     parts += [f"SKIPPED {skipped}"] if skipped else []
     phases = " ".join(f"{name} {value:.1f}" for name, value in phase_seconds(record) if value >= 0.05)
     return "  ".join([*parts, f"{record.seconds_total:.1f}s" + (f" ({phases})" if phases else ""), f"{record.tokens_per_second:.0f} tok/s"])
+
+
+def _update_parts(record: StepRecord) -> list[str]:
+    if record.optimizer_steps == 0 and record.value_loss is not None:  # the policy did not train
+        return [f"critic alone: loss {record.value_loss:.3g} grad {record.critic_grad_norm:.3g} lr {record.critic_lr:.2g}"]
+    return [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2g}"]
 
 
 def eval_line(record: EvalRecord) -> str:

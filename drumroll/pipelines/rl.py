@@ -91,6 +91,7 @@ class Loop:
         session.push(policy)
         if first == 1:
             self.evaluate(0)
+        session.timer.restart()  # what start-up took is no step's
         with session.training():
             for step in range(first, session.config.max_steps + 1):
                 self.step(step)

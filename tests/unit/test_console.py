@@ -60,6 +60,9 @@ def test_an_alarm_is_printed_when_it_comes_on_only() -> None:
 def test_what_is_unusual_is_said() -> None:
     line = step_line(replace(healthy_record(1), abstentions=3, skipped_steps=1, kl=0.0123, grad_norm=float("nan")), 60)
     assert "no verdict 3" in line and "SKIPPED 1" in line and "kl 0.012" in line and "grad nan" in line
+    critics = {"value_loss": 0.125, "critic_grad_norm": 1.5, "critic_lr": 5e-4}
+    alone = step_line(replace(healthy_record(1), optimizer_steps=0, grad_norm=float("nan"), **critics), 60)
+    assert "critic alone: loss 0.125 grad 1.5 lr 0.0005" in alone and "nan" not in alone
     bare = step_line(replace(healthy_record(1), reward_mean=None, response_tokens_mean=None, response_tokens_max=None, entropy=None), 60)
     assert "reward -" in bare and "entropy" not in bare
 
