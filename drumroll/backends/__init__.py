@@ -3,6 +3,6 @@
 SHARED = frozenset(
     (
         *("adapters", "base", "buckets", "clip", "division", "engine", "footprint", "optim", "placement"),
-        *("replicas", "rows", "shards", "sleeping", "spans", "state"),
+        *("replicas", "ring", "rows", "shards", "sleeping", "spans", "state"),
     )
 )

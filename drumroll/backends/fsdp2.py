@@ -27,6 +27,7 @@ from drumroll.backends.clip import local_part
 from drumroll.backends.division import Division, HeldRows
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint, Gathering, Unit
+from drumroll.backends.ring import RingReduceScatter
 from drumroll.backends.rows import Cut, Rows
 from drumroll.config import Section
 from drumroll.errors import UserError
@@ -132,6 +133,9 @@ class Fsdp2Placement:
         # The root is needed again at once when backward begins: freeing it after forward would only gather it twice.
         root = shard(scorer, mesh=mesh, reshard_after_forward=False)
         self._units = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
+        if ctx.device.type == "cpu":
+            for made in self._units:
+                made.set_custom_reduce_scatter(RingReduceScatter())
         _prefetch([unit for unit in self._units if unit is not root], options.prefetch_forward, options.prefetch_backward)
         build.materialise(scorer, torch.device("cpu") if options.offload else ctx.device)
         for sharded in self._sharded():  # rows are padded now, not at the first forward, when the optimizer has the old ones in its hands

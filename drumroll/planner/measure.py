@@ -25,6 +25,7 @@ from drumroll.planner.trace import Batch
 from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 
 _LETTING_GO_S = 0.002
+_POINT_TO_POINT = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)  # on the caller's thread; a send ends when the peer receives
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class _LetGo(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func not in _POINT_TO_POINT:
             for work in tree_leaves(out):
                 if isinstance(work, torch.ScriptObject):
                     dist.Work.unbox(work).wait()
