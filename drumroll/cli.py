@@ -1,4 +1,7 @@
-"""The command line: the only entry point. Bad input exits with 2, a failed run with 1, Ctrl-C with 130."""
+"""The command line: the only entry point. Bad input exits with 2, a failed run with 1, Ctrl-C with 130.
+
+Each command reads and checks what it was given first, and only then imports what does the work: torch alone takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -74,16 +77,17 @@ def train(
     ] = False,
 ) -> None:
     """Train by a recipe: reinforcement learning or supervised fine-tuning."""
-    from drumroll import config, plugins
-    from drumroll.pipelines import resume as resuming
-    from drumroll.pipelines import rl, sft
+    from drumroll.pipelines import recipe as recipes
 
     arguments = overrides or []
     paths = [text for text in arguments if resume and ("=" not in text or Path(text).is_dir())]
     if len(paths) > 1:
         raise UserError(f"--resume: expected one checkpoint, got {', '.join(paths)}")
-    run = config.load(recipe, [text for text in arguments if text not in paths])
-    plugins.check(run, str(recipe))
+    run = recipes.read(recipe, [text for text in arguments if text not in paths], "train")
+
+    from drumroll.pipelines import resume as resuming
+    from drumroll.pipelines import rl, sft
+
     found = resuming.find(run, Path(paths[0]) if paths else None) if resume else None
     if found is not None and found.finished:
         typer.echo(f"nothing left to do: {run.run_dir} has done all {found.state.step} steps; raise max_steps to go on")
@@ -104,11 +108,12 @@ def evaluate(
     json: Json = None,
 ) -> None:
     """Score a model on a recipe's evaluation rows."""
-    from drumroll import config, plugins
+    from drumroll.pipelines import recipe as recipes
+
+    run = recipes.read(recipe, [*(overrides or []), *([f"model.path={model}", "warmup=null"] if model else [])], "eval")
+
     from drumroll.pipelines import evaluate as pipeline
 
-    run = config.load(recipe, [*(overrides or []), *([f"model.path={model}", "warmup=null"] if model else [])])
-    plugins.check(run, str(recipe))
     pipeline.evaluate_model(run, json)
 
 
@@ -141,6 +146,14 @@ def verify(
     ] = None,
 ) -> None:
     """Compare training backends with `single`, the executable specification."""
+    from drumroll import plugins
+    from drumroll.pipelines import recipe as recipes
+
+    if config is not None:
+        recipes.read(config)
+    if backend is not None:
+        plugins.check_name("backends", backend)
+
     from drumroll.verify import command
 
     outputs = command.Outputs(json=json, html=html, markdown=markdown)
@@ -165,6 +178,10 @@ def plan(
     json: Annotated[Path | None, typer.Option("--json", callback=_file_to_write, help="Also write the plan as JSON to this file.")] = None,
 ) -> None:
     """Say how much memory a rank will need in each phase, and what a step sends, before anything is launched."""
+    from drumroll.pipelines import recipe as recipes
+
+    recipes.read(recipe, overrides or [])
+
     from drumroll.planner import command
 
     if not command.run(recipe, overrides or [], ranks or (), memory, model_config, json):
@@ -178,6 +195,10 @@ def replay(
     json: Json = None,
 ) -> None:
     """Train a recorded step again, on any backend, and show both sets of numbers."""
+    from drumroll.pipelines import recipe as recipes
+
+    recipes.read_of_run(run, overrides or [])
+
     from drumroll.pipelines import replay as pipeline
 
     if not pipeline.replay(run, overrides or [], json):
@@ -196,6 +217,10 @@ def export(
     shard_gib: Annotated[float, typer.Option(min=0.0, help="Most GiB of tensors in one file; a larger tensor has one of its own.")] = 4.0,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, and check it against the live model."""
+    from drumroll.pipelines import recipe as recipes
+
+    recipes.read_of_run(run, overrides or [])
+
     from drumroll.pipelines import export as pipeline
 
     if dtype not in pipeline.DTYPES:

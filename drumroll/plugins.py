@@ -22,6 +22,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from drumroll.config import NamedSection, RunConfig, validate
+from drumroll.config.explain import unknown_option
+from drumroll.config.options import plugin_options
 from drumroll.errors import UserError
 
 # The two names that other code may rely on: what every backend is measured against, and the engine that needs no further install.
@@ -60,14 +62,19 @@ def install(extra: str) -> str:
 
 def load(kind: str, name: str) -> Any:
     """The plug-in class (or function) called `name`. Raises UserError when there is none, naming the nearest."""
+    check_name(kind, name)
+    return load_symbol(name) if ":" in name else importlib.import_module(f"drumroll.{kind}.{name}").PLUGIN
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises UserError, naming the nearest, where the package has no plug-in of that name; a name with a colon is the user's own."""
     if ":" in name:
-        return load_symbol(name)
+        return
     known = names(kind)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"unknown name {name!r} in drumroll.{kind}: expected one of {', '.join(known)}, or module:Name{hint}")
-    return importlib.import_module(f"drumroll.{kind}.{name}").PLUGIN
 
 
 def options(kind: str, section: NamedSection, where: str = "config") -> BaseModel:
@@ -80,10 +87,12 @@ def check(config: RunConfig, where: str = "config") -> None:
 
     Raises UserError naming the key (`backend.<name>.<option>`), and the nearest one that exists. `where` is the recipe in the message.
     """
-    sections = {"backends": config.backend} | ({"engines": config.engine} if config.engine is not None else {})
-    for kind, section in sections.items():
-        for name in dict.fromkeys((section.name, *section.sections)):
-            _typed(kind, section, name, where)
+    given = {"backends": config.backend} | ({"engines": config.engine} if config.engine is not None else {})
+    sections = [(kind, section, name) for kind, section in given.items() for name in dict.fromkeys((section.name, *section.sections))]
+    for kind, section, name in sections:
+        _refuse_unknown(kind, section, name, where)
+    for kind, section, name in sections:
+        _typed(kind, section, name, where)
 
 
 def _typed(kind: str, section: NamedSection, name: str, where: str) -> BaseModel:
@@ -97,6 +106,19 @@ def _typed(kind: str, section: NamedSection, name: str, where: str) -> BaseModel
     if not (isinstance(schema, type) and issubclass(schema, BaseModel)):
         raise UserError(f"{where}: {key}: its Config is {schema!r}, expected a subclass of pydantic's BaseModel")
     return validate(schema, section.sections.get(name, {}), where, key)
+
+
+def _refuse_unknown(kind: str, section: NamedSection, name: str, where: str) -> None:
+    """Names and keys that the package does not have, found before anything is imported: that takes seconds."""
+    key = f"{kind.removesuffix('s')}.{name}"
+    try:
+        check_name(kind, name)
+    except UserError as error:
+        raise UserError(f"{where}: {key}: {error}") from error
+    known = plugin_options().get(key)
+    unknown = [str(option) for option in section.sections.get(name, {}) if known is not None and option not in known]
+    if unknown:
+        raise UserError("\n".join(f"{where}: {unknown_option(key, option)}" for option in unknown))
 
 
 def load_symbol(path: str) -> Any:

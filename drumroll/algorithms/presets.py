@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drumroll.algorithms.advantage import GROUP_KINDS, AdvantageKind
-from drumroll.algorithms.kl import Estimator
-from drumroll.algorithms.loss import Aggregate, PolicyLoss, policy_objective, rl_loss, token_weights
-from drumroll.algorithms.value import value_loss
 from drumroll.config import AlgorithmConfig, CriticConfig, KLConfig
 from drumroll.errors import UserError
 from drumroll.types import LossFn
+
+if TYPE_CHECKING:  # a recipe is checked before torch is imported, and losses need it
+    from drumroll.algorithms.kl import Estimator
+    from drumroll.algorithms.loss import Aggregate, PolicyLoss
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,6 +44,8 @@ class CriticSettings:
 
     def loss(self) -> LossFn:
         """The loss with its clip bound; picklable."""
+        from drumroll.algorithms.value import value_loss
+
         return partial(value_loss, clip=self.value_clip or None)
 
 
@@ -108,6 +111,8 @@ class Algorithm:
 
     def loss(self) -> LossFn:
         """The loss with every value bound; picklable."""
+        from drumroll.algorithms.loss import policy_objective, rl_loss, token_weights
+
         return partial(
             rl_loss,
             policy=policy_objective(self.policy_loss, self.clip_low, self.clip_high, self.dual_clip),

@@ -15,9 +15,10 @@ from typing import Any, Literal
 from drumroll.config import DataConfig, FileSource, HubSource, SourceConfig, TaskSource
 from drumroll.data.checks import row_faults, template_fields
 from drumroll.data.rows import Row, Rows
-from drumroll.data.tasks import task_rows
+from drumroll.data.tasks import GYM, task_rows
 from drumroll.errors import UserError
 
+JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
 HANDFUL = 5  # faults shown before "and N more"
 Purpose = Literal["rl", "sft"]
 
@@ -61,6 +62,23 @@ def open_rows(source: SourceConfig, data: DataConfig, purpose: Purpose, columns:
     return LoadedRows(rows)
 
 
+def check_source(source: SourceConfig, where: str) -> None:
+    """What can be said of a source before its rows are read. Raises UserError: no such task or option, no such file, an unknown format."""
+    if isinstance(source, TaskSource):
+        if not source.task.startswith(GYM):  # whose tasks prepare their rows when they are opened
+            task_rows(source, where)
+    elif isinstance(source, FileSource):
+        path = Path(source.path)
+        if path.is_dir():
+            return
+        if not path.is_file():
+            raise UserError(f"{where}.path: no such file or folder: {source.path} (from {Path.cwd()})")
+        if source.split is not None:
+            raise UserError(f"{where}.split: {source.path} is a file, only a folder saved by `datasets` has splits")
+        if path.suffix not in (*JSON_LINES, PARQUET):
+            raise UserError(f"{where}.path: {source.path}: expected a .jsonl or .parquet file, or a folder saved by `datasets`")
+
+
 def _collect(found: Iterable[Row | str], data: DataConfig, purpose: Purpose, needed: Sequence[str], rows: list[Row]) -> Iterator[str]:
     """Keep good rows in `rows`, yield the faults of the others; a string is a row that could not even be read."""
     for item in found:
@@ -88,19 +106,12 @@ def _read(source: FileSource | HubSource, where: str) -> Iterator[Row | str]:
     if isinstance(source, HubSource):
         found: Iterator[Row | str] = _from_hub(source, where)
     else:
+        check_source(source, where)
         path = Path(source.path)
         if path.is_dir():
             found = _from_folder(source, where)
-        elif not path.is_file():
-            raise UserError(f"{where}.path: no such file or folder: {source.path} (from {Path.cwd()})")
-        elif source.split is not None:
-            raise UserError(f"{where}.split: {source.path} is a file, only a folder saved by `datasets` has splits")
-        elif path.suffix in {".jsonl", ".json", ".ndjson"}:
-            found = _from_jsonl(path)
-        elif path.suffix == ".parquet":
-            found = _from_parquet(path, where)
         else:
-            raise UserError(f"{where}.path: {source.path}: expected a .jsonl or .parquet file, or a folder saved by `datasets`")
+            found = _from_parquet(path, where) if path.suffix == PARQUET else _from_jsonl(path)
     return islice(found, source.skip, None if source.rows is None else source.skip + source.rows)
 
 

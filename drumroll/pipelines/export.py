@@ -23,15 +23,13 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from drumroll import config as configs
-from drumroll import plugins
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore, step_of
 from drumroll.config import RunConfig
 from drumroll.errors import RunError, UserError
 from drumroll.models import lora
 from drumroll.models.export import check_out
-from drumroll.observe.run import CONFIG_FILE
 from drumroll.pipelines.place import check_place
+from drumroll.pipelines.recipe import read_of_run
 from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
 from drumroll.runtime.local import launch, resolve_device
 from drumroll.runtime.plan import Plan
@@ -56,12 +54,7 @@ class Target:
 
 def export(run: str, out: Path, overrides: Sequence[str], target: Target) -> None:
     """`drumroll export RUN[@STEP] OUT`. Raises UserError for a run or step that is not there, RunError when the check fails."""
-    folder, _, step = run.rpartition("@") if "@" in run else (run, "", "")
-    run_dir = Path(folder)
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UserError(f"{run_dir}: no run, {CONFIG_FILE} is missing")
-    config = configs.load(run_dir / CONFIG_FILE, overrides)
-    plugins.check(config)
+    run_dir, step, config = read_of_run(run, overrides)
     if target.adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run_dir} has no adapters (model.lora); leave that out")
     check_out(out)
@@ -107,13 +100,13 @@ def check(
     return f"loaded with transformers, log-probs within {gap:.1e} of the live model's"
 
 
-def _checkpoint(store: CheckpointStore, step: str) -> Checkpoint:
+def _checkpoint(store: CheckpointStore, step: int | None) -> Checkpoint:
     paths = store.paths()
     if not paths:
         raise UserError(f"{store.folder}: no checkpoint there; set checkpoint.every, or take the folder `model` of a completed run")
-    if not step:
+    if step is None:
         return _newest(store, paths)
-    found = [path for path in paths if str(step_of(path)) == step]
+    found = [path for path in paths if step_of(path) == step]
     if not found:
         raise UserError(f"@{step}: no checkpoint of that step; there are {', '.join(str(step_of(path)) for path in paths)}")
     return store.open(found[0])

@@ -22,15 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from drumroll import config as configs
-from drumroll import plugins
 from drumroll.algorithms.presets import Algorithm, resolve
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore, step_of
 from drumroll.config import RunConfig
 from drumroll.errors import RunError, UserError
 from drumroll.observe import batches, checks
 from drumroll.observe.metrics import StepRecord, UpdateFacts, tokens_digest, update_facts
-from drumroll.observe.run import CONFIG_FILE, read_steps
+from drumroll.observe.run import read_steps
+from drumroll.pipelines.recipe import read_of_run
 from drumroll.pipelines.resume import CHECKPOINTS_DIR, start_model
 from drumroll.pipelines.rl import total_optimizer_steps, update
 from drumroll.pipelines.session import BATCHES_DIR
@@ -71,9 +70,10 @@ def replay(run: str, overrides: Sequence[str], json: Path | None) -> bool:
 
     Raises UserError for a run, step or file that is not there.
     """
-    target = _target(run)
-    config = configs.load(target.run_dir / CONFIG_FILE, overrides)
-    plugins.check(config)
+    run_dir, step, config = read_of_run(run, overrides)
+    if not step:
+        raise UserError(f"{run!r}: expected RUN@STEP, e.g. runs/quickstart@3")
+    target = Target(run_dir, step)
     if config.algorithm is None:
         raise UserError(f"{target.run_dir}: replay trains RL steps again, and this run has none (pipeline: {config.pipeline})")
     recorded = _recorded(target)
@@ -163,16 +163,6 @@ def _step_again(target: Target, step: int, policy: Policy, algorithm: Algorithm)
     if not algorithm.trains_policy(step):
         return []
     return update(policy, batches.read(_batch_file(target.run_dir, step)), algorithm.loss(), algorithm)
-
-
-def _target(text: str) -> Target:
-    path, at, step = text.rpartition("@")
-    if not at or not step.isdigit() or int(step) < 1:
-        raise UserError(f"{text!r}: expected RUN@STEP, e.g. runs/quickstart@3")
-    run_dir = Path(path)
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UserError(f"{run_dir}: not the directory of a run: no {CONFIG_FILE} in it")
-    return Target(run_dir, int(step))
 
 
 def _recorded(target: Target) -> StepRecord:

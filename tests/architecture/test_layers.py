@@ -9,7 +9,7 @@ import pytest
 from tests.architecture.source import Module, imports, modules
 
 LAYERS = [
-    "errors types explain config plugins digest env packing",
+    "errors types config plugins digest env packing",
     "data algorithms observe",
     "models engines backends sync rewards",
     "rollout checkpoint",

@@ -73,7 +73,7 @@ def test_what_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
     assert "no checkpoint of that step; there are 1, 2" in drumroll("export", f"{run_dir}@7", str(tmp_path / "out"), code=2)
     assert "has no adapters" in drumroll("export", str(run_dir), str(tmp_path / "out"), "--adapter", code=2)
     assert "--dtype int4: expected float32" in drumroll("export", str(run_dir), str(tmp_path / "out"), "--dtype", "int4", code=2)
-    assert "no run, config.yaml is missing" in drumroll("export", str(tmp_path), str(tmp_path / "out"), code=2)
+    assert "not the directory of a run: no config.yaml in it" in drumroll("export", str(tmp_path), str(tmp_path / "out"), code=2)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,53 +1,15 @@
-"""The run configuration: one frozen pydantic tree from `recipe.yaml` and `a.b=c` overrides.
-
-Unknown keys are refused at any level, with the nearest valid key. Options of a backend or an engine live under
-`backend.<name>.*` and `engine.<name>.*`; their schema is in the plug-in's own file and `drumroll.plugins.check` applies it: the sections of
-names that are not selected are checked and otherwise inert. Nothing here needs torch, and nothing rewrites what the user said:
-derived values are properties.
-"""
+"""The sections of a run and the run itself: what keys there are, what they may be, what they mean, and which a run does not read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 
-from drumroll.errors import UserError
-from drumroll.explain import explain
-
-T = TypeVar("T", bound=BaseModel)
-Positive = Annotated[int, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of every section, plug-ins' included: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _a_boolean_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would take `true` for 1."""
-        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
-        if kinds & {int, float} and bool not in kinds:
-            for item in value if isinstance(value, Sequence) else (value,):
-                if isinstance(item, bool):
-                    raise ValueError(f"expected a number, got the boolean {str(item).lower()}")
-        return value
-
-
-def _kinds(annotation: Any) -> Iterator[type]:
-    """The classes that an annotation is made of; a literal counts as its class."""
-    inner = get_args(annotation)
-    if not inner:
-        yield annotation if isinstance(annotation, type) else type(annotation)
-    for part in inner:
-        yield from _kinds(part)
+from drumroll.config.data import DataConfig, SourceConfig
+from drumroll.config.section import NamedSection, Positive, Section
 
 
 def _targets_form(value: Any) -> str:
@@ -108,93 +70,6 @@ class ModelConfig(Section):
         if self.lora is not None and self.trainable:
             raise ValueError("lora trains its adapters and nothing of the model itself: leave out `trainable`, or `lora`")
         return self
-
-
-class TaskSource(Section):
-    """A procedural task made in code: rows are a pure function of (task, options, seed, index)."""
-
-    task: str = Field(description="sort, larger, reverse, or reasoning_gym:NAME (an extra)")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task, e.g. {digits: 6}")
-    rows: Positive | None = Field(None, description="number of rows; none: endless (reasoning_gym: a million)")
-    seed: int = 0
-
-
-class FileSource(Section):
-    """Rows from a jsonl or parquet file, or a folder saved by `datasets`."""
-
-    path: str = Field(description="relative paths start at the working directory")
-    split: str | None = Field(None, description="which split of a folder that has several")
-    rows: Positive | None = Field(None, description="use only the first rows")
-    skip: int = Field(0, ge=0, description="leave out the first rows")
-
-
-class HubSource(Section):
-    """Rows from a data set on the hub."""
-
-    hub: str
-    name: str | None = None
-    split: str = "train"
-    rows: Positive | None = None
-    skip: int = Field(0, ge=0)
-
-
-SOURCE_KEYS: dict[str, type[Section]] = {"task": TaskSource, "path": FileSource, "hub": HubSource}  # the key that says which kind of source a section is
-
-
-def _source_kind(value: Any) -> str | None:
-    """Name of the schema that a `data.train` section means: a mistyped key is judged by one schema, not by three."""
-    if isinstance(value, Section):
-        return type(value).__name__
-    if not isinstance(value, Mapping):
-        return None
-    for key in (str(k) for k in value):
-        near = get_close_matches(key, SOURCE_KEYS, n=1, cutoff=0.7)
-        if near:
-            return SOURCE_KEYS[near[0]].__name__
-    return None
-
-
-SourceConfig = Annotated[
-    Annotated[TaskSource, Tag("TaskSource")] | Annotated[FileSource, Tag("FileSource")] | Annotated[HubSource, Tag("HubSource")],
-    Discriminator(
-        _source_kind,
-        custom_error_type="source_kind",
-        custom_error_message="expected a section with one of the keys task (made in code), path (file or folder) or hub",
-    ),
-]
-
-
-class Message(Section):
-    """One turn of a chat."""
-
-    role: str
-    content: str
-
-
-class DataConfig(Section):
-    train: SourceConfig
-    eval: SourceConfig | None = None
-    prompt: str = Field("prompt", description="column with the prompt: a string, or a list of chat messages")
-    completion: str | None = Field(None, description="SFT: column with the completion; none: that of a procedural task, else the prompt column holds whole chats")
-    template: str | None = Field(None, description="text with {column} fields that makes the user prompt; replaces `prompt`")
-    system: str | None = Field(None, description="system message put before every chat")
-    examples: tuple[Message, ...] = Field((), description="chat messages {role, content} put between the system message and the prompt (few-shot)")
-    chat: bool | None = Field(None, description="apply the tokenizer's chat template; none: when there is one")
-    chat_options: dict[str, Any] = Field(default_factory=dict, description="variables of the chat template, e.g. {enable_thinking: false}")
-    max_prompt_tokens: Positive = Field(1024, description="a longer prompt is left out and counted")
-    shuffle: bool = Field(True, description="a new order every epoch, a function of the run's seed and the epoch; an endless task has no order to change")
-
-    @model_validator(mode="after")
-    def _chat_fields_need_a_chat(self) -> DataConfig:
-        given = [name for name, value in (("system", self.system), ("examples", self.examples), ("chat_options", self.chat_options)) if value]
-        if self.chat is False and given:
-            raise ValueError(f"chat: false leaves no place for {', '.join(given)}; put the text into `template`")
-        return self
-
-    @property
-    def completion_column(self) -> str | None:
-        """Column with the text to learn in SFT; none: the prompt column holds whole chats."""
-        return self.completion or ("completion" if isinstance(self.train, TaskSource) else None)
 
 
 class RolloutConfig(Section):
@@ -297,29 +172,6 @@ class WarmupConfig(Section):
 
 def _warmup_form(value: Any) -> str:
     return "path" if isinstance(value, str) else WarmupConfig.__name__
-
-
-class NamedSection(BaseModel):
-    """`name` selects a plug-in; every other key is the section of a plug-in of that name."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="constants")
-    name: str
-
-    @model_validator(mode="after")
-    def _sections_are_mappings(self) -> NamedSection:
-        for key, value in self.sections.items():
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{key!r} is neither `name` nor the section of a plug-in; options go below the plug-in's name, e.g. {self.name}.{key}")
-        return self
-
-    @property
-    def sections(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Raw options of the selected plug-in."""
-        return dict(self.sections.get(self.name, {}))
 
 
 class RuntimeConfig(Section):
@@ -425,87 +277,3 @@ def _said(section: BaseModel, key: str) -> bool:
     if isinstance(value, Section):
         return bool(value.model_fields_set)
     return name in section.model_fields_set and value not in (None, ())
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe and apply `a.b=c` overrides (values are YAML). Raises UserError naming file and key."""
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"{file}: no such recipe")
-    try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not valid YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{file}: expected a mapping of keys at the top level, got {type(tree).__name__}")
-    for text in overrides:
-        _override(tree, text)
-    return parse(tree, str(file))
-
-
-def parse(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
-    """Validate a mapping. Raises UserError with one line a fault: key, what was expected, what was got."""
-    return validate(RunConfig, tree, where)
-
-
-def validate(schema: type[T], tree: Mapping[str, Any], where: str, section: str = "") -> T:
-    """Validate `tree` against a schema. Raises UserError with one line a fault; `section` is the key that holds the tree, e.g. optim."""
-    try:
-        return schema.model_validate(tree)
-    except ValidationError as error:
-        raise UserError("\n".join(f"{where}: {line}" for line in explain(schema, error, section))) from error
-
-
-def dump(config: RunConfig, path: Path) -> None:
-    """Write the resolved config as YAML, without what the run does not read; `load` gives it back equal."""
-    tree = config.model_dump(mode="json")
-    for key in (key for _, keys, _ in config.unread() for key in keys):
-        *parents, leaf = key.split(".")
-        node = tree
-        for part in parents:
-            node = node.get(part, {})
-        node.pop(leaf, None)
-    path.write_text(yaml.dump(tree, Dumper=_Dumper, sort_keys=False), encoding="utf-8")
-
-
-def _override(tree: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise UserError(f"{text!r}: expected key=value, e.g. runtime.ranks=2")
-    *parents, leaf = key.split(".")
-    node = tree
-    for depth, part in enumerate(parents):
-        child = node.get(part)
-        at = ".".join(parents[: depth + 1])
-        if isinstance(child, list) or (child is None and [*parents, leaf][depth + 1].isdigit()):
-            raise UserError(f"{text!r}: {at} is a list, and a list is given whole: {at}=[...]")
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            raise UserError(f"{text!r}: {at} is a value ({child!r}), not a section")
-        node = child
-    try:
-        node[leaf] = yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{text!r}: the value is not valid YAML: {error}") from error
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand only once, and `3e-4` (text in YAML 1.1) is a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As in the base class; raises a YAML error with the line of a key that stands twice."""
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # others the base class refuses
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would read as numbers."""
-
-
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
