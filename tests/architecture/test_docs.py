@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drumroll.verify.markdown import BY_HAND
 from tests.architecture.source import ROOT, Module, modules
 
 GUIDE_FILE, GUIDE_FUNCTION = 400, 60  # lines; guides, not limits
@@ -86,6 +87,12 @@ def test_failure_cases_point_at_tests_that_exist(repository: Path) -> None:
     promised = {*range(1, 6), *range(7, 14), *range(15, 18), *range(19, 22), 27, 31, 34, *range(37, 40), *range(41, 45), *range(46, 55)}
     promised |= {56, 58, 59, 62, 63, 65, 66, 68}
     assert promised - {int(row.split("|")[1]) for row in rows} == set(), "a case that was promised has no row"
+
+
+def test_what_only_a_gpu_can_show_is_named_as_not_verified(repository: Path) -> None:
+    """`drumroll verify --markdown` keeps this part of the document only where it writes over it."""
+    _, heading, by_hand = (repository / "docs/verified.md").read_text(encoding="utf-8").partition(BY_HAND)
+    assert heading and all(word in by_hand for word in ("benchmarks/gpu_check.sh", "NCCL", "pinned host memory", "CUDA IPC"))
 
 
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
