@@ -1,16 +1,20 @@
-"""What distribution costs: tokens a second of `ddp` and `fsdp2` on 2 ranks, against twice `single` and against a bare `fully_shard` loop.
+"""What distribution costs: tokens a second of every backend on 2 ranks, against twice `single` and against a bare `fully_shard` loop.
 
     python benchmarks/backends.py
 
 Weak scaling: every rank trains the same number of samples a step, so 2 ranks should do twice what one does. All samples have 96 tokens,
 so that padding plays no part; a step has two micro-batches a rank, because only then does it matter after which of them gradients are
-reduced. Every rank is a process on one thread; all groups are started first and step in turn. `bare fully_shard` is the same model and
-optimizer in the shortest loop that trains it, full logits, nothing reported: what fsdp2 takes longer than that is the framework's share.
+reduced. Every rank is a process on one thread. Backends run in two casts, so that their memory fits, each beside a `single` of its own;
+all groups of a cast are started first and step in turn. `bare fully_shard` is the same model and optimizer in the shortest loop that
+trains it, full logits, nothing reported: what fsdp2 takes longer than that is the framework's share.
+
+Share of the matmul peak: FLOPs of the step (6 a parameter and token, embedding left out, and causal attention) over its time by the clock,
+over the ranks times the rate of a 1024^3 fp32 matrix product of one core, measured in the same run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,14 +27,15 @@ import torch
 from sides import Measure, Stopwatch, Summary
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from train_step import flops
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drumroll import packing, plugins
 from drumroll.algorithms.presets import resolve
 from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext
 from drumroll.config import AlgorithmConfig, KLConfig
 from drumroll.models.locate import locate
-from drumroll.observe.checks import CheckRow, measured
+from drumroll.observe.checks import CheckRow, at_least, at_most, measured
 from drumroll.runtime.local import Ranks, launch
 from drumroll.types import TrainSample
 
@@ -56,20 +61,21 @@ class Subject:
     options: dict[str, Any] = field(default_factory=dict)
     bare: bool = False
 
+    @property
+    def label(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
 
 SINGLE = Subject(plugins.SPECIFICATION_BACKEND, 1)
 DDP = Subject("ddp", 2)
 FSDP2 = Subject("fsdp2", 2)
+FASTEST = Subject("fsdp2", 2, {"reshard_after_forward": False, "grad_sync": "last"})
 BARE = Subject("bare fully_shard", 2, bare=True)
-SUBJECTS = (
-    SINGLE,
-    DDP,
-    FSDP2,
-    Subject("fsdp2", 2, {"reshard_after_forward": False}),
-    Subject("fsdp2", 2, {"grad_sync": "last"}),
-    Subject("fsdp2", 2, {"reshard_after_forward": False, "grad_sync": "last"}),
-    BARE,
-)  # fmt: skip
+CASTS = (
+    (SINGLE, DDP, FSDP2, Subject("fsdp2", 2, {"reshard_after_forward": False}), Subject("fsdp2", 2, {"grad_sync": "last"}), FASTEST, BARE),
+    (SINGLE, Subject("zero1", 2), Subject("zero2", 2), Subject("fsdp1", 2)),
+)
+OF_DDP, OVER_BARE = {"llama-24m": 0.9}, 1.05  # targets; small models have less to compute while they communicate
 
 
 def samples(turn: int, rank: int) -> list[TrainSample]:
@@ -163,34 +169,58 @@ def start(subject: Subject, folder: Path) -> Ranks[Trainee]:
     return launch(factory, subject.ranks, device="cpu", in_process=False)
 
 
-def measure(model: str, rounds: int) -> list[CheckRow]:
-    """All subjects on one model, in turn; medians."""
+def measure(model: str, rounds: int, peak: float) -> list[CheckRow]:
+    """All subjects on one model, those of a cast in turn; medians. `peak`: FLOP/s of a core."""
     folder = locate(f"builtin:{model}")
-    measures: list[list[Measure]] = [[] for _ in SUBJECTS]
-    with ExitStack() as stack:
-        groups = [stack.enter_context(start(subject, folder)) for subject in SUBJECTS]
-        for turn in range(rounds + 1):
-            for ranks, found in zip(groups, measures, strict=True):
-                found.append(together(ranks.call(take_step, turn)))
-    return rows(model, [Summary.of(found[1:]) for found in measures])
-
-
-def rows(model: str, summaries: Sequence[Summary]) -> list[CheckRow]:
-    of = {id(subject): summary for subject, summary in zip(SUBJECTS, summaries, strict=True)}
-    single, ddp, fsdp2, bare = (of[id(subject)] for subject in (SINGLE, DDP, FSDP2, BARE))
+    config, parameters = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    work = flops(samples(0, 0), config, parameters)
     found: list[CheckRow] = []
-    for subject, summary in zip(SUBJECTS, summaries, strict=True):
-        row = partial(measured, backend=subject.name, options={"model": model, **subject.options}, ranks=subject.ranks)
-        found.append(row("tokens a second", summary.tokens_per_second))
-        if subject.ranks > 1:
-            found.append(row("of twice single", summary.tokens_per_second / (subject.ranks * single.tokens_per_second)))
-        found.append(row("processor seconds a step, all ranks", summary.cpu_seconds))
-        found.append(row("peak memory a rank, MiB", summary.peak_bytes / _MIB))
-    for subject, other in ((DDP, ddp), (BARE, bare)):
-        row = partial(measured, backend=FSDP2.name, options={"model": model, "against": subject.name}, ranks=FSDP2.ranks)
-        found.append(row("time, ratio", fsdp2.seconds / other.seconds))
-        found.append(row("processor time, ratio", fsdp2.cpu_seconds / other.cpu_seconds))
+    for subjects in CASTS:
+        summaries = in_turn(subjects, folder, rounds)
+        single = summaries[SINGLE.label]
+        found += [row for subject in subjects for row in rows(model, subject, summaries[subject.label], single, work / peak)]
+        if BARE in subjects:
+            found += ratios(model, summaries)
     return found
+
+
+def in_turn(subjects: Sequence[Subject], folder: Path, rounds: int) -> dict[str, Summary]:
+    """Label -> what was measured."""
+    measures: dict[str, list[Measure]] = {subject.label: [] for subject in subjects}
+    with ExitStack() as stack:
+        groups = [stack.enter_context(start(subject, folder)) for subject in subjects]
+        for turn in range(rounds + 1):
+            for ranks, found in zip(groups, measures.values(), strict=True):
+                found.append(together(ranks.call(take_step, turn)))
+    return {label: Summary.of(found[1:]) for label, found in measures.items()}
+
+
+def rows(model: str, subject: Subject, summary: Summary, single: Summary, seconds_at_peak: float) -> list[CheckRow]:
+    """`seconds_at_peak`: of a rank's step, were it matrix products alone."""
+    row = partial(measured, backend=subject.name, options={"model": model, **subject.options}, ranks=subject.ranks)
+    found = [row("tokens a second", summary.tokens_per_second)]
+    if subject.ranks > 1:
+        found.append(row("of twice single", summary.tokens_per_second / (subject.ranks * single.tokens_per_second)))
+    return [
+        *found,
+        row("share of the matmul peak", seconds_at_peak / summary.seconds),
+        row("processor seconds a step, all ranks", summary.cpu_seconds),
+        row("peak memory a rank, MiB", summary.peak_bytes / _MIB),
+    ]
+
+
+def ratios(model: str, summaries: Mapping[str, Summary]) -> list[CheckRow]:
+    """fsdp2 against the loop that it is made of, and at its fastest against what sends least."""
+    fsdp2, fastest, ddp, bare = (summaries[subject.label] for subject in (FSDP2, FASTEST, DDP, BARE))
+    over_bare: dict[str, Any] = {"backend": FSDP2.name, "options": {"model": model, "against": BARE.name}, "ranks": FSDP2.ranks}
+    of_ddp = over_bare | {"options": {"model": model, "against": DDP.name, **FASTEST.options}}
+    share = ddp.seconds / fastest.seconds
+    return [
+        at_most("time, ratio", fsdp2.seconds / bare.seconds, OVER_BARE, **over_bare),
+        measured("processor time, ratio", fsdp2.cpu_seconds / bare.cpu_seconds, **over_bare),
+        at_least("speed, ratio", share, OF_DDP[model], **of_ddp) if model in OF_DDP else measured("speed, ratio", share, **of_ddp),
+        measured("speed by processor time, ratio", ddp.cpu_seconds / fastest.cpu_seconds, **of_ddp),
+    ]
 
 
 def main() -> None:
@@ -199,7 +229,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append", help="only this model")
     options = parser.parse_args()
     common.announce()
-    found = [row for model in options.model or MODELS for row in measure(model, options.rounds)]
+    peak = common.matmul_rate()
+    found = [measured("fp32 matmul rate of one core, GFLOP/s", peak / 1e9, backend="none")]
+    found += [row for model in options.model or MODELS for row in measure(model, options.rounds, peak)]
     common.report(found, f"Backends, {options.rounds} steps in turn, medians", options.json)
 
 
