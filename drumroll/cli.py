@@ -269,6 +269,18 @@ def model_list() -> None:
         typer.echo(f"{name}  {source.hub}, fetched by `drumroll model get {name}`")
 
 
+@app.command(epilog="Examples: drumroll keys optim; drumroll keys backend.fsdp2; drumroll keys | grep clip")
+def keys(
+    prefix: Annotated[str, typer.Argument(help="Only keys that begin with this, e.g. optim or algorithm.kl.", show_default=False)] = "",
+) -> None:
+    """List every key of a recipe: type, default, meaning; those of backends, engines, tasks and rewards too."""
+    from rich.console import Console
+
+    from drumroll.reference import show
+
+    show(Console(), prefix)
+
+
 @app.command(epilog="Example: drumroll doctor")
 def doctor() -> None:
     """Say what is installed, what can be used on this machine, and what to do about the rest."""

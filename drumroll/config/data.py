@@ -17,7 +17,7 @@ class TaskSource(Section):
     task: str = Field(description="sort, larger, reverse, or reasoning_gym:NAME (an extra)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task, e.g. {digits: 6}")
     rows: Positive | None = Field(None, description="number of rows; none: endless (reasoning_gym: a million)")
-    seed: int = 0
+    seed: int = Field(0, description="rows of another seed have nothing in common with these")
 
 
 class FileSource(Section):
@@ -32,11 +32,11 @@ class FileSource(Section):
 class HubSource(Section):
     """Rows from a data set on the hub."""
 
-    hub: str
-    name: str | None = None
-    split: str = "train"
-    rows: Positive | None = None
-    skip: int = Field(0, ge=0)
+    hub: str = Field(description="id of the data set, e.g. openai/gsm8k")
+    name: str | None = Field(None, description="configuration of the data set, where it has several")
+    split: str = Field("train", description="which split")
+    rows: Positive | None = Field(None, description="use only the first rows")
+    skip: int = Field(0, ge=0, description="leave out the first rows")
 
 
 SOURCE_KEYS: dict[str, type[Section]] = {"task": TaskSource, "path": FileSource, "hub": HubSource}  # the key that says which kind of source a section is
@@ -68,13 +68,15 @@ SourceConfig = Annotated[
 class Message(Section):
     """One turn of a chat."""
 
-    role: str
-    content: str
+    role: str = Field(description="user, assistant or what else the template knows")
+    content: str = Field(description="the text")
 
 
 class DataConfig(Section):
-    train: SourceConfig
-    eval: SourceConfig | None = None
+    """Where rows come from, and how a row becomes a prompt."""
+
+    train: SourceConfig = Field(description="rows to train on")
+    eval: SourceConfig | None = Field(None, description="held-out rows to evaluate on; none: no evaluations")
     prompt: str = Field("prompt", description="column with the prompt: a string, or a list of chat messages")
     completion: str | None = Field(None, description="SFT: column with the completion; none: that of a procedural task, else the prompt column holds whole chats")
     template: str | None = Field(None, description="text with {column} fields that makes the user prompt; replaces `prompt`")

@@ -19,7 +19,7 @@ def _targets_form(value: Any) -> str:
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021) in the linear layers of the transformer blocks; they alone train, and lie in float32 whatever the base."""
 
-    rank: Positive = 16
+    rank: Positive = Field(16, description="of the matrices that are added")
     alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
     targets: Annotated[Annotated[Literal["all-linear"], Tag("all-linear")] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), Tag("names")], Discriminator(_targets_form)] = Field("all-linear", description="a list of names of linear layers or ends of them, e.g. [q_proj, mlp.up_proj]; all-linear: all of the transformer blocks")
     dropout: float = Field(0.0, ge=0, lt=1, description="0 only: with dropout, old, new and reference log-probs would be of other distributions than the sampler's")
@@ -51,6 +51,8 @@ def _regular_expressions(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ModelConfig(Section):
+    """The model, what of it trains, and how it computes."""
+
     path: str = Field(description="HF model folder, hub id, or builtin:NAME (made in code; `drumroll model list`)")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute dtype; auto: bfloat16 on a GPU, float32 on a CPU. Stored parameters that train are always float32")
     trainable: tuple[str, ...] = Field((), description="regular expressions over HF parameter names; empty: all parameters train")
@@ -61,7 +63,7 @@ class ModelConfig(Section):
     compile: bool = Field(False, description="torch.compile of every transformer block")
     share_prompts: bool = Field(True, description="a prompt that samples of a micro-batch have in common is computed once; it needs rows, attention: sdpa and a model whose every layer is full attention, and is without effect elsewhere")
     tile_mlp: int = Field(0, ge=0, description="tokens that a block's MLP works on at a time, for long sequences; 0: all")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run code that a model folder brings along")
 
     _patterns_compile = field_validator("trainable")(_regular_expressions)
 
@@ -73,18 +75,22 @@ class ModelConfig(Section):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: Positive = 32
-    max_tokens: Positive = 256
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
+    """How responses are sampled; log-probs are taken under the distribution that these make."""
+
+    prompts_per_step: Positive = Field(32, description="prompts of a step; each has algorithm.group_size samples")
+    max_tokens: Positive = Field(256, description="longest response; SFT: with data.max_prompt_tokens, where a sample is cut")
+    temperature: float = Field(1.0, gt=0, description="logits are divided by it, in training too")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens that have this probability together; 1: all")
+    top_k: int = Field(0, ge=0, description="sample from so many of the likeliest tokens; 0: all")
+    min_p: float = Field(0.0, ge=0, lt=1, description="sample from tokens at least this share as likely as the likeliest; 0: all")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="a response ends where one of these texts appears")
 
 
 class RewardConfig(Section):
+    """A function that judges responses; the reward is the weighted sum of all of them."""
+
     fn: str = Field(description="exact, digits, format, math or reasoning_gym, module:name, file.py:name, trl:module:name or verl:module:name")
-    weight: float = 1.0
+    weight: float = Field(1.0, description="in the sum; 0: only recorded")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments bound to the function")
     timeout_s: float = Field(10.0, gt=0, description="wall-clock limit for one sample; a sample over it has no verdict")
     isolate: bool = Field(True, description="run a user's sync function in killable processes; false: in this process, where no limit can be held")
@@ -113,24 +119,24 @@ class CriticConfig(Section):
 class AlgorithmConfig(Section):
     """A preset by name; every other field left out takes the preset's value (`drumroll/algorithms/presets.py`)."""
 
-    name: str
+    name: str = Field(description="grpo, dr_grpo, dapo, rloo, reinforce, reinforce_pp, reinforce_pp_baseline, gspo, cispo or ppo")
     group_size: Positive | None = Field(None, description="samples a prompt")
     advantage: Literal["group", "group_mean", "leave_one_out", "batch", "group_mean_batch_std", "raw", "gae"] | None = Field(None, description="from rewards alone, one a sample; gae: from a critic's values, one a token, whitened over the batch")
     gamma: float | None = Field(None, gt=0, le=1, description="gae: discount a token")
     lam: float | None = Field(None, ge=0, le=1, description="gae: weight of what comes against what the critic expects of it; 1: the rewards to come, and no later value")
-    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = None
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce"] | None = Field(None, description="what the advantages weigh: a clipped ratio by token (ppo), by sequence (gspo), as a constant weight (cispo), or the log-prob alone")
     clip_low: float | None = Field(None, ge=0, description="the ratio is clipped to [1 - clip_low, 1 + clip_high]")
-    clip_high: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0, description="see clip_low")
     dual_clip: float | None = Field(None, gt=1, description="ppo: bound of the ratio where the advantage is negative")
     importance_cap: float | None = Field(None, gt=0, description="weigh each token by min(trainer / engine probability, cap): truncated importance sampling; none: off")
-    aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = None
+    aggregate: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] | None = Field(None, description="how tokens weigh in the loss: all alike, by sequence as mean or sum of its tokens, or over a constant length")
     constant_length: Positive | None = Field(None, description="tokens; the divisor of aggregate: constant; none: rollout.max_tokens")
-    entropy_coef: float | None = None
-    kl: KLConfig | None = None
+    entropy_coef: float | None = Field(None, description="weight of the entropy that is subtracted from the loss, so that it stays high")
+    kl: KLConfig | None = Field(None, description="KL to the frozen reference")
     critic: CriticConfig | None = Field(None, description="the value model that advantage: gae trains beside the policy")
     minibatches: Positive | None = Field(None, description="optimizer steps a rollout batch and epoch")
     epochs: Positive | None = Field(None, description="passes over a rollout batch")
-    old_logprobs: Literal["auto", "engine", "recompute"] | None = None
+    old_logprobs: Literal["auto", "engine", "recompute"] | None = Field(None, description="log-probs that ratios start from: the trainer's, computed before the first of several optimizer steps (auto) or always, or the engine's")
     dynamic_sampling: bool | None = Field(None, description="draw again until the batch has enough groups whose rewards differ (DAPO)")
     max_draws: Positive | None = Field(None, description="dynamic sampling: at most this many times the prompts of a step")
     overlong: Literal["keep", "mask", "shape"] | None = Field(None, description="responses cut by max_tokens: train on them, leave them out of the loss, or DAPO's soft length penalty in the reward")
@@ -141,20 +147,22 @@ class OptimConfig(Section):
     """The learning rate is a pure function of the number of applied steps."""
 
     name: Literal["adamw", "muon", "adafactor"] = Field("adamw", description="muon: for the matrices of hidden layers, adamw for the rest; adafactor: next to no state")
-    lr: float = Field(1e-6, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(1e-6, gt=0, description="highest learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="how the learning rate goes down to min_lr_ratio by the last step")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises from 0")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate over `lr`")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="decoupled")
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field((0.9, 0.999), description="decay of Adam's first and second moment")
+    eps: float = Field(1e-8, gt=0, description="Adam's, added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled: taken from the parameters, not from the gradient")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: of the running mean of gradients")
     offload: bool = Field(False, description="adamw, muon: Adam's moments in host memory, brought to the device bucket by bucket")
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     max_skips: Positive = Field(5, description="abort after this many non-finite steps in a row")
 
 
 class TrainConfig(Section):
+    """How a batch is trained on."""
+
     micro_batch_tokens: Positive = Field(4096, description="most tokens of one micro-batch on a rank, as the kernels see them (padding of the layout included)")
     batch_size: Positive = Field(64, description="SFT: samples an optimizer step")
     router_aux_coef: float = Field(0.0, ge=0, description="mixture of experts: weight in the loss of how unevenly the tokens of each sequence are routed, whatever config.json says; 0: routers are left to the loss itself, usual in RL")
@@ -163,11 +171,11 @@ class TrainConfig(Section):
 class WarmupConfig(Section):
     """A short SFT run before RL, always on the specification backend with a fixed seed; cached by digest."""
 
-    steps: Positive
-    batch_size: Positive = 64
-    lr: float = Field(1e-3, gt=0)
+    steps: Positive = Field(description="optimizer steps")
+    batch_size: Positive = Field(64, description="samples an optimizer step")
+    lr: float = Field(1e-3, gt=0, description="highest learning rate; it falls linearly to a tenth")
     data: SourceConfig | None = Field(None, description="solved examples to learn from; none: data.train")
-    seed: int = 0
+    seed: int = Field(0, description="of the order of its samples")
 
 
 def _warmup_form(value: Any) -> str:
@@ -175,57 +183,67 @@ def _warmup_form(value: Any) -> str:
 
 
 class RuntimeConfig(Section):
-    name: Literal["local"] = "local"
-    ranks: Positive = 1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The processes of the run."""
+
+    name: Literal["local"] = Field("local", description="processes on this machine")
+    ranks: Positive = Field(1, description="number of processes, each with a device of its own where there are GPUs")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU, else cpu")
     timeout_s: float = Field(600.0, gt=0, description="one call to the ranks (sampling, an optimizer step, a push) that takes longer ends the run; for ranks that are processes of their own")
     max_restarts: int = Field(0, ge=0, description="when a rank fails, start the ranks again from the last valid checkpoint, at most this many times in a run of the command; needs checkpoint.every")
     take_turns: bool = Field(False, description="engine and policy share a device by turns: the policy's memory is in host memory while the engine samples, and the engine's cache is released while the policy trains")
 
 
 class EvalConfig(Section):
+    """Evaluations on the rows of data.eval, a response a row."""
+
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before the first and after the last step")
     rows: Positive = Field(256, description="at most this many rows")
     temperature: float = Field(0.0, ge=0, description="0: greedy")
 
 
 class CheckpointConfig(Section):
+    """What `--resume` goes on from: when it is written, and how long it stays."""
+
     every: int = Field(0, ge=0, description="steps between checkpoints, the last step has one too; 0: none. Ctrl-C and SIGTERM save one before they end the run")
     async_save: bool = Field(True, description="training goes on while files are written; holds a copy of parameters and optimizer state in host memory")
     on_error: Literal["stop", "continue"] = Field("stop", description="a checkpoint that cannot be written, as on a full disk: end the run, or go on with an alarm and try again at the next one")
     keep: Positive = Field(2, description="the last so many stay")
     keep_every: int = Field(0, ge=0, description="so does each whose step is a multiple of this; 0: none")
     keep_best: str | None = Field(None, description="so does the best by this metric, named as in TensorBoard: eval/score, rl/reward_mean, ...; the latest of equals")
-    keep_best_is: Literal["max", "min"] = "max"
+    keep_best_is: Literal["max", "min"] = Field("max", description="which value of keep_best is the best")
 
 
 class RecordConfig(Section):
+    """What a run writes beside `metrics.jsonl`, `evals.jsonl` and its report."""
+
     rollouts: bool = Field(True, description="write every rollout to rollouts.jsonl")
     batches: bool = Field(True, description="write every training batch, so that `drumroll replay` can train it again")
-    tensorboard: bool = True
+    tensorboard: bool = Field(True, description="write every metric for TensorBoard too")
     digests: int = Field(0, ge=0, description="steps between records of every weight's digest, for `drumroll diff`; 0: none")
 
 
 class RunConfig(Section):
-    pipeline: Literal["rl", "sft"] = "rl"
-    max_steps: Positive
-    run_dir: str
-    seed: int = 0
+    """A recipe: what stands at its top level."""
+
+    pipeline: Literal["rl", "sft"] = Field("rl", description="reinforcement learning, or supervised fine-tuning")
+    max_steps: Positive = Field(description="RL: rollout batches, after a warm-up; SFT: optimizer steps")
+    run_dir: str = Field(description="directory for all that the run writes; one that holds a run is moved aside")
+    seed: int = Field(0, description="of the order of rows, of sampling and of fresh parameters")
     max_lag: Literal[0] = Field(0, description="weight versions a sample may be behind; 0: rollout and training alternate")
-    model: ModelConfig
+    model: ModelConfig = Field(description="the model, what of it trains, and how it computes")
     warmup: Annotated[Annotated[str, Tag("path")] | Annotated[WarmupConfig, Tag("WarmupConfig")], Discriminator(_warmup_form)] | None = Field(None, description="a short SFT run before RL, or the folder of a model that has had one")
-    data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    rewards: tuple[RewardConfig, ...] = ()
-    algorithm: AlgorithmConfig | None = None
-    optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
-    backend: NamedSection
-    engine: NamedSection | None = None
-    runtime: RuntimeConfig = RuntimeConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    record: RecordConfig = RecordConfig()
+    data: DataConfig = Field(description="where rows come from, and how a row becomes a prompt")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="how responses are sampled")
+    rewards: tuple[RewardConfig, ...] = Field((), description="RL: functions that judge responses; the reward is their weighted sum")
+    algorithm: AlgorithmConfig | None = Field(None, description="RL: a preset, and values instead of its own")
+    optim: OptimConfig = Field(OptimConfig(), description="optimizer and learning rate")
+    train: TrainConfig = Field(TrainConfig(), description="how a batch is trained on")
+    backend: NamedSection = Field(description="what trains: where parameters, gradients and optimizer state lie")
+    engine: NamedSection | None = Field(None, description="RL: what samples")
+    runtime: RuntimeConfig = Field(RuntimeConfig(), description="the processes of the run")
+    eval: EvalConfig = Field(EvalConfig(), description="evaluations on the rows of data.eval")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what --resume goes on from")
+    record: RecordConfig = Field(RecordConfig(), description="what the run writes beside its metrics")
 
     @model_validator(mode="after")
     def _rl_is_complete(self) -> RunConfig:

@@ -49,7 +49,7 @@ class NamedSection(BaseModel):
     """`name` selects a plug-in; every other key is the section of a plug-in of that name."""
 
     model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="constants")
-    name: str
+    name: str = Field(description="a plug-in of the package (`drumroll doctor` lists them), module:Name or file.py:Name")
 
     @model_validator(mode="after")
     def _sections_are_mappings(self) -> NamedSection:

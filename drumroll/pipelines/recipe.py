@@ -27,12 +27,11 @@ def read(path: Path, overrides: Sequence[str] = (), purpose: Purpose = "look") -
     run = config.load(path, overrides)
     if run.algorithm is not None:
         presets.resolve(run.algorithm, run.rollout.max_tokens)
-    if purpose != "look":
-        for reward in run.rewards:
-            lookup.check(reward.fn, reward.args)
-            lookup.resolve(reward.fn, reward.args)
     for where, source in _sources(run, purpose):
         check_source(source, where)
+    for reward in run.rewards if purpose != "look" else ():
+        lookup.check(reward.fn, reward.args)
+        lookup.resolve(reward.fn, reward.args)
     plugins.check(run, str(path))
     return run
 

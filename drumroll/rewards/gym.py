@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from drumroll.types import Prompt, Rollout
 
+Metadata = Annotated[str, "column of the row that holds the task's metadata"]
+Mark = Annotated[str | None, "only what follows the last such mark is the answer; none: the whole response"]
 
-def reasoning_gym(rollout: Rollout, prompt: Prompt, *, column: str = "metadata", after: str | None = None) -> float:
+
+def reasoning_gym(rollout: Rollout, prompt: Prompt, *, column: Metadata = "metadata", after: Mark = None) -> float:
     """The task's score of the response, 0 to 1; `after`: only what follows the last such mark is the answer (without it: no answer)."""
     import reasoning_gym as gym
 

@@ -55,7 +55,7 @@ def resolve(fn: str, args: Mapping[str, Any]) -> RewardFunction:
         function = _callable(path, fn)
         return RewardFunction(partial(adapt, function, dict(args)), takes, inspect.iscoroutinefunction(function))
     if fn in BUILTIN:
-        function = load_symbol(BUILTIN[fn].path)
+        function = builtin(fn)
     elif ":" in fn:
         function = _callable(fn, fn)
     else:
@@ -64,6 +64,12 @@ def resolve(fn: str, args: Mapping[str, Any]) -> RewardFunction:
         raise UserError(f"rewards: unknown function {fn!r}: expected {', '.join(BUILTIN)}, or module:name, file.py:name{hint}")
     _check_args(function, fn, args)
     return RewardFunction(partial(function, **args), "rollout", inspect.iscoroutinefunction(function))
+
+
+def builtin(fn: str) -> Callable[..., Any]:
+    """The package's own function called `fn`."""
+    function: Callable[..., Any] = load_symbol(BUILTIN[fn].path)
+    return function
 
 
 def check(fn: str, args: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
+from drumroll.rewards.text import After, Column
 from drumroll.rewards.text import gold as answer_of
 from drumroll.types import Prompt, Rollout
 
@@ -30,7 +31,7 @@ _SAID = re.compile(r"(?:(?i:answer|result)\s*(?:is|:|=)+|####)\s*(\S.*?)[.\s]*$"
 _PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
 
 
-def math(rollout: Rollout, prompt: Prompt, *, column: str = "answer", after: str | None = None) -> float | None:
+def math(rollout: Rollout, prompt: Prompt, *, column: Column = "answer", after: After = None) -> float | None:
     """1 or 0; None when the row's own answer cannot be read. The response's last box counts, else its last formula.
 
     `after`: in the column the answer stands behind this mark, e.g. `####` in GSM8K.

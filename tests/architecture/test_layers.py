@@ -14,7 +14,7 @@ LAYERS = [
     "models engines backends sync rewards",
     "rollout checkpoint",
     "runtime",
-    "pipelines verify planner",
+    "pipelines verify planner reference",
     "cli __main__",
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split()}
