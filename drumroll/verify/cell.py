@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from drumroll.observe.checks import CheckRow
-from drumroll.verify.rows import BIT_EQUAL, NOT_APPLICABLE, WHERE
+from drumroll.verify.rows import BIT_EQUAL, NOT_APPLICABLE, NOT_RUN, WHERE
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,6 +22,7 @@ class Cell:
 
     @property
     def passed(self) -> bool:
+        """Whether every check ran and passed."""
         return all(row.passed for row in self.rows)
 
     @property
@@ -37,13 +38,43 @@ class Cell:
     @property
     def worst(self) -> CheckRow | None:
         """The row that is nearest to its bound, or furthest beyond it; None where nothing has one."""
-        bounded = [row for row in self.rows if row.tolerance is not None or not row.passed]
+        bounded = [row for row in self.rows if row.tolerance is not None or failed(row)]
         return max(bounded, key=share, default=None)
 
     @property
     def differing_bits(self) -> float | None:
         """Tensors and norms that are not the specification's bit for bit, where that was looked at."""
         return max((row.value for row in self.rows if row.check == BIT_EQUAL), default=None)
+
+
+@dataclass(slots=True, frozen=True)
+class Tally:
+    """What cells come to. A scenario that was not tried is neither a check that passed nor one that failed."""
+
+    ran: Sequence[CheckRow]
+    failed: Sequence[CheckRow]
+    not_run: Sequence[CheckRow]  # a row a scenario
+
+    def words(self) -> str:
+        """The verdict in one line."""
+        told = f"{len(self.failed)} of {len(self.ran)} checks failed" if self.failed else f"all {len(self.ran)} checks passed"
+        count = len(self.not_run)
+        return told if not count else f"{told}, {count} scenario{'s were' if count > 1 else ' was'} not run"
+
+
+def tally(cells: Iterable[Cell]) -> Tally:
+    """Counts the rows of all cells; what a backend refuses is in none of them."""
+    rows = [row for cell in cells for row in cell.rows if row.check != NOT_APPLICABLE]
+    left_out = [row for row in rows if not_run(row)]
+    return Tally(ran=[row for row in rows if not not_run(row)], failed=[row for row in rows if failed(row)], not_run=left_out)
+
+
+def not_run(row: CheckRow) -> bool:
+    return row.check.endswith(NOT_RUN)
+
+
+def failed(row: CheckRow) -> bool:
+    return not row.passed and not not_run(row)
 
 
 def at_least(row: CheckRow) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def run(
     outputs: Outputs = Outputs(),
     console: Console | None = None,
 ) -> bool:
-    """Verify one backend, all of the package (`every`), or what a recipe would run; True when every check passed.
+    """Verify one backend, all of the package (`every`), or what a recipe would run; True when every check ran and passed.
 
     `models`: folders, hub ids or builtin:NAME; none: small models made for it, or the recipe's. `ranks`: none: 2, or the recipe's. `only`:
     text in the name of the variants to run. `timeout_s`: of one scenario. Raises UserError for input that makes no sense.
@@ -70,12 +71,13 @@ def run(
         section, setup = _as_the_recipe(configs.load(recipe), str(recipe), backend, ranks, setup)
         names = [section.name]
     started = time.monotonic()
-    cells = suite.verify(names, setup, lambda cell: _tell(console, cell) if every else None)
+    title = f"{', '.join(names) if not every else 'all backends'} on {setup.ranks} rank{'s' if setup.ranks > 1 else ''}, {_dtype(setup)}"
+    console.print(f"[dim]{escape(title)}: {plugins.SPECIFICATION_BACKEND} first; then a line a variant[/]", highlight=False, soft_wrap=True)
+    cells = suite.verify(names, setup, partial(_tell, console))
     seconds = time.monotonic() - started
     first = cells[0]
     if not every and not first.applies:
         raise UserError(first.refusals[0])
-    title = f"{', '.join(names) if not every else 'all backends'} on {setup.ranks} rank{'s' if setup.ranks > 1 else ''}, {_dtype(setup)}"
     matrix = Matrix(cells)
     if every:
         show_matrix(console, matrix, title)
@@ -118,7 +120,9 @@ def _dtype(setup: Setup) -> str:
 
 
 def _tell(console: Console, cell: Cell) -> None:
-    console.print(f"[dim]{escape(cell.backend)}, {escape(cell.variant)}: {mark(cell)} ({cell.seconds:.0f} s)[/]", highlight=False)
+    """A variant is done. Rich flushes what it prints, so this is seen at once through a pipe too."""
+    text = f"{escape(cell.backend)}, {escape(cell.variant)}: {mark(cell)} ({cell.seconds:.0f} s)"
+    console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
 
 
 def _write(outputs: Outputs, matrix: Matrix, title: str, seconds: float) -> None:

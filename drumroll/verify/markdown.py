@@ -7,9 +7,9 @@ from pathlib import Path
 
 from drumroll.observe.checks import CheckRow
 from drumroll.verify import machine
-from drumroll.verify.cell import Cell, bound, number
+from drumroll.verify.cell import Cell, bound, number, tally
 from drumroll.verify.matrix import Matrix, mark
-from drumroll.verify.rows import BYTES_BY_FORMULA, BYTES_PER_PARAMETER, NOT_APPLICABLE
+from drumroll.verify.rows import BYTES_BY_FORMULA, BYTES_PER_PARAMETER
 from drumroll.verify.variants import AS_IS
 
 BY_HAND = "## Not verified here"  # this heading and what follows it are kept as they are
@@ -23,12 +23,10 @@ def write(path: Path, matrix: Matrix, title: str, seconds: float) -> None:
 
 
 def _document(matrix: Matrix, title: str, seconds: float) -> Iterator[str]:
-    rows = [row for cell in matrix.cells for row in cell.rows if row.check != NOT_APPLICABLE]
-    failed = sum(not row.passed for row in rows)
-    verdict = f"**{failed} of {len(rows)} checks failed**" if failed else f"**All {len(rows)} checks passed**"
+    words = tally(matrix.cells).words()
     yield "# Verified\n"
     yield "This page is written by `drumroll verify --all --markdown docs/verified.md`; do not edit it above the last heading.\n"
-    yield f"{verdict}: {title}, in {seconds:.0f} s.\n"
+    yield f"**{words[0].upper()}{words[1:]}**: {title}, in {seconds:.0f} s.\n"
     yield from (f"- {name}: {text}" for name, text in machine.facts().items())
     yield "\n## Matrix\n"
     yield "*pass* and the worst measured difference over its bound, over all checks, models, batches and ranks: 1 would be the bound."

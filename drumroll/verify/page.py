@@ -8,7 +8,7 @@ from pathlib import Path
 from drumroll.observe.checks import CheckRow
 from drumroll.observe.page import PAGE
 from drumroll.verify import machine
-from drumroll.verify.cell import Cell, bound, number, worst_by_check
+from drumroll.verify.cell import Cell, bound, not_run, number, tally, worst_by_check
 from drumroll.verify.matrix import Matrix, mark
 from drumroll.verify.rows import NOT_APPLICABLE, WHERE
 
@@ -21,9 +21,8 @@ def write(path: Path, matrix: Matrix, title: str, seconds: float) -> None:
 
 def html(matrix: Matrix, title: str, seconds: float) -> str:
     """The page as text."""
-    rows = [row for cell in matrix.cells for row in cell.rows if row.check != NOT_APPLICABLE]
-    failed = sum(not row.passed for row in rows)
-    tone, told = ("bad", f"{failed} of {len(rows)} checks failed") if failed else ("good", f"all {len(rows)} checks passed")
+    counted = tally(matrix.cells)
+    tone = "bad" if counted.failed or counted.not_run else "good"
     facts = "; ".join(machine.facts().values())
     body = [
         _matrix(matrix),
@@ -33,7 +32,7 @@ def html(matrix: Matrix, title: str, seconds: float) -> str:
     ]
     return PAGE.substitute(
         title=escape(f"verify: {title}"),
-        status=f'<span class="badge {tone}">{escape(told)}</span>',
+        status=f'<span class="badge {tone}">{escape(counted.words())}</span>',
         story=escape(f"Training backends against the executable specification, on the same data, in {seconds:.0f} s. {facts}."),
         body="\n".join(body),
     )
@@ -76,7 +75,7 @@ def _details(matrix: Matrix, cell: Cell) -> str:
 
 
 def _line(row: CheckRow) -> str:
-    verdict = "pass" if row.passed else '<b style="color: var(--bad)">FAIL</b>'
+    verdict = "pass" if row.passed else "not run" if not_run(row) else '<b style="color: var(--bad)">FAIL</b>'
     where = ", ".join(str(row.options[key]) for key in ("model", "batch", WHERE) if row.options.get(key))
     told = "measured" if row.tolerance is None and row.passed else verdict
     return f"<tr><td>{escape(row.check)}</td><td>{number(row)}</td><td>{bound(row)}</td><td>{told}</td><td>{escape(where)}</td></tr>"

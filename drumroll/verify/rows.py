@@ -69,6 +69,7 @@ BIT_EQUAL = f"bits that differ from {plugins.SPECIFICATION_BACKEND}"
 BYTES_PER_PARAMETER, BYTES_BY_FORMULA = "memory: bytes a parameter", "memory: bytes a parameter, formula"
 FORMULA_BOUND = 0.02
 NOT_APPLICABLE = "not applicable"
+NOT_RUN = ": not run"  # end of the name of a row that stands for a scenario which was not tried
 WHERE = "where"  # key of a failed row's options: rank, step and tensor, or the first line of an error
 _BYTES: dict[Kind, int] = {PARAMETER: 4, GRADIENT: 4, OPTIMIZER: 8}  # of an element that trains, in float32, over all ranks together
 

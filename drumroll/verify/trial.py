@@ -173,7 +173,7 @@ class Trial(AbstractContextManager["Trial"]):
         expected = self.expected[job.key]
         labels = self.labels(job, named, rounds)
         if self._crashes >= MAX_CRASHES:
-            return [labels.failed(f"{job.scenario.__name__}: not run", f"given up after {MAX_CRASHES} crashes")]
+            return [labels.failed(f"{job.scenario.__name__}{rows.NOT_RUN}", f"given up after {MAX_CRASHES} crashes")]
         self._jobs += 1
         case = replace(job.case, scratch=self.scratch / f"{self._jobs}", writes=False)
         try:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from drumroll.observe.checks import CheckRow
-from drumroll.verify import markdown, page
-from drumroll.verify.cell import Cell, share, worst_by_check
-from drumroll.verify.matrix import Matrix, mark
+from drumroll.verify import command, markdown, page, suite
+from drumroll.verify.cell import Cell, share, tally, worst_by_check
+from drumroll.verify.matrix import Matrix, mark, show_matrix
 from drumroll.verify.rows import BIT_EQUAL, BYTES_BY_FORMULA, BYTES_PER_PARAMETER, NOT_APPLICABLE
+from drumroll.verify.view import show
 
 
 def row(check: str, value: float, tolerance: float | None = 1e-5, passed: bool = True, where: str = "", backend: str = "ours") -> CheckRow:
@@ -45,6 +52,61 @@ def test_a_cell_says_its_worst() -> None:
     assert mark(Cell("one rank", "x", 1, [row("gradients", 1e-5), row(BIT_EQUAL, 3.0, None)], 0.0)) == "pass 1.00, 3 differ in bits"
     assert (MATRIX.variants, MATRIX.backends, MATRIX.seconds("as it is")) == (["as it is", "one rank"], ["ours", "theirs"], 3.5)
     assert [r.value for r in worst_by_check([row("a", 1e-6), row("a", 3e-6), row("b", 2.0, 1.0), row("b", 1.5, 1.0)])] == [3e-6, 1.5]
+
+
+LOST = [row("train: not run", math.nan, None, False, "given up after 3 crashes"), row("skip: not run", math.nan, None, False, "given up")]
+GIVEN_UP = Cell("tiled MLP", "theirs", 2, LOST, 0.2)
+
+
+def test_what_was_not_run_is_neither_passed_nor_failed() -> None:
+    both = Cell("Muon", "theirs", 2, [FAILED[0], *GOOD.rows, LOST[0]], 2.0)
+    assert tally([both]).words() == "1 of 4 checks failed, 1 scenario was not run"
+    assert tally([GOOD, GIVEN_UP]).words() == "all 3 checks passed, 2 scenarios were not run"
+    assert tally([GOOD, BITS, REFUSED]).words() == "all 5 checks passed"
+    assert (mark(GIVEN_UP), mark(both), GIVEN_UP.passed) == ("not run", "FAIL 50000", False)
+    assert "1 of 4 checks failed, 1 scenario was not run" in page.html(Matrix([both]), "all", 4.1)
+
+
+@pytest.mark.parametrize(("rows", "passed", "said", "last"), [
+    ([*GOOD.rows], True, "pass 0.50", "all 3 checks passed in 0 s"),
+    ([*GOOD.rows, *LOST], False, "not run", "all 3 checks passed, 2 scenarios were not run in 0 s"),
+    ([*GOOD.rows, FAILED[0], LOST[0]], False, "FAIL 50000", "1 of 4 checks failed, 1 scenario was not run in 0 s: gradients"),
+])  # fmt: skip
+def test_a_pipe_gets_a_line_a_variant_as_it_is_done_and_the_truth_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, rows: list[CheckRow], passed: bool, said: str, last: str
+) -> None:
+    out = io.StringIO()
+    told: list[str] = []
+
+    def verify(backends: list[str], setup: object, say: Callable[[Cell], None]) -> list[Cell]:
+        cell = Cell("as it is", "ours", 2, rows, 1.5)
+        say(cell)
+        told.append(out.getvalue())
+        return [cell]
+
+    monkeypatch.setattr(suite, "verify", verify)
+    assert command.run("ours", console=Console(file=out, width=80)) is passed
+    assert told[0].splitlines()[-1] == f"ours, as it is: {said} (2 s)"
+    assert out.getvalue().splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_numbers_are_whole_at_80_columns(terminal: bool) -> None:
+    """Seven models and six backends: on a terminal the worst of all stands in, and short marks; a pipe gets all of it."""
+    models = [f"a family called {i}" for i in range(7)]
+    named = [replace(row(check, 1.2345e-7 * 2**i), options={**row("x", 0.0).options, "model": model})
+             for check in ("gradients", "sleep: parameters after 3 steps") for i, model in enumerate(models)]  # fmt: skip
+    cells = [Cell("reshard_after_forward=False", f"backend{i}", 2, [*named, row(BIT_EQUAL, 12345.0, None)], 1234.0) for i in range(6)]
+    out = io.StringIO()
+    console = Console(file=out, width=80, color_system=None, force_terminal=terminal)
+    show(console, cells[:1], "ours", 1.0)
+    show_matrix(console, Matrix(cells), "all")
+    text = out.getvalue()
+    assert "…" not in text
+    wanted = ["7.9e-06", models[6], "1e-05", "0.79"] if terminal else ["1.2e-07", "7.9e-06", *models, "pass 0.79, 12345 differ in bits"]
+    assert [word for word in wanted if word not in text] == []
+    if terminal:
+        assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_page_needs_nothing_and_leads_from_the_matrix_to_each_cell() -> None:
