@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 
 from drumroll.backends.base import OptimSpec
-from drumroll.backends.optim import Optimizer, Wholes, make
+from drumroll.backends.optim import Optimizer, Wholes, adamw, make
 from drumroll.backends.optim.muon import orthogonal
 
 SHAPES = {"wide": (6, 10), "tall": (12, 5), "embedding": (9, 6), "norm": (6,)}
@@ -78,10 +78,26 @@ def test_adafactor_is_torchs_bit_for_bit_and_all_but_stateless() -> None:
     assert state == sum(sum(shape) for shape in SHAPES.values())
 
 
-def test_moments_in_host_memory_change_nothing() -> None:
-    mine, _ = trained(OptimSpec(weight_decay=0.1, offload=True))
+@pytest.mark.parametrize("limit", [1, 500, 64 << 20])
+def test_moments_in_host_memory_change_nothing_and_come_a_bucket_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,440 bytes of moments those of one parameter, of as many as fit, or all are brought to the device together."""
+    brought: list[list[str]] = []
+
+    class Watched(adamw.AdamW):
+        def _brought(self, moments: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, torch.Tensor]:
+            brought.append(list(names))
+            return super()._brought(moments, names)
+
+    monkeypatch.setattr(adamw, "_STREAM_BYTES", limit)
+    mine = pieces()
+    optimizer = Watched(mine, OptimSpec(weight_decay=0.1, offload=True))
+    for step in range(STEPS):
+        optimizer.step(gradients(step), lr=0.01)
     expected, _ = trained(OptimSpec(weight_decay=0.1))
     assert all(torch.equal(mine[name], tensor) for name, tensor in expected.items())
+    sizes = {name: 2 * piece.nbytes for name, piece in mine.items()}
+    assert all(len(names) == 1 or sum(sizes[name] for name in names) <= limit for names in brought)
+    assert len(brought) == {1: 4, 500: 3, 64 << 20: 1}[limit] * 2 * STEPS  # both moments
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
