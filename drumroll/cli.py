@@ -229,7 +229,9 @@ def export(
     pipeline.export(run, out, overrides or [], target)
 
 
-@app.command(epilog="Example: drumroll diff runs/quickstart runs/quickstart.1\n\nBoth runs need record.digests=K.")
+@app.command(
+    epilog="Example: drumroll diff runs/quickstart runs/quickstart.1\n\nWeights are compared where both runs have record.digests=K."
+)
 def diff(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory.", show_default=False)],

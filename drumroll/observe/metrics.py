@@ -115,7 +115,7 @@ class EventRecord:
 
     time: float = field(default_factory=time.time)  # seconds since 1970
     step: int  # steps recorded when it happened, warm-up apart
-    kind: str  # restart, or the kind of an alarm
+    kind: str  # restart, reward (what ended the run), or the kind of an alarm
     text: str
 
 

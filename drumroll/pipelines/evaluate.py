@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from drumroll.observe.recorder import Recorder
 from drumroll.observe.timer import PhaseTimer
 from drumroll.pipelines.warmup import starting_model
 from drumroll.rewards.base import RewardSet
+from drumroll.rewards.failure import RewardFailure
 from drumroll.rollout import sampling
 from drumroll.rollout.rollouter import Rollouter
 from drumroll.runtime.local import launch
@@ -68,7 +70,11 @@ def evaluate_model(config: RunConfig, json: Path | None) -> EvalRecord:
     ):
         policy = Policy(ranks, config, total_steps=1)
         evaluator = Evaluator(config, folder, Rollouter(policy.generate, rewards, PhaseTimer()))
-        result, groups = evaluator.run(step=0, version=0)
+        try:
+            result, groups = evaluator.run(step=0, version=0)
+        except RewardFailure as error:
+            print(error.trace, file=sys.stderr)  # there are no records to keep it in
+            raise
     console = Console()
     for group in groups[:5]:
         console.print(f"[dim]{group.prompt.text!r}[/dim] -> {group.rollouts[0].text!r}  reward {group.rollouts[0].reward}", highlight=False)

@@ -38,6 +38,7 @@ from drumroll.pipelines.run_dir import claim, make_room, undo
 from drumroll.pipelines.saving import Boundary, Saver
 from drumroll.pipelines.signals import Signals
 from drumroll.planner.forecast import Forecast, forecast
+from drumroll.rewards.failure import RewardFailure
 from drumroll.runtime.local import RankFailure, resolve_device
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import CriticStart
@@ -290,6 +291,8 @@ def _watched(session: Session, kept: Path | None) -> Iterator[None]:
     except BaseException as caught:
         status, error = "failed", f"{type(caught).__name__}: {caught}".strip()
         stacks = caught.stacks if isinstance(caught, RankFailure) else ""
+        if isinstance(caught, RewardFailure) and caught.trace:
+            session.recorder.event("reward", caught.trace.rstrip())
         raise
     finally:
         _close(session, status, error, stacks, kept)

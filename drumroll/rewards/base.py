@@ -3,7 +3,7 @@
 A reward is a plain function `(rollout, prompt) -> float | None`, sync or async. None means "no verdict". A call over its time limit has
 none either, nor has one that raises: none of these is ever a silent 0. A rollout without a verdict from a function whose weight is not 0
 has no reward; it is left out of training, and counted. When no call of a function came to an end in one batch (each raised, or was over its
-limit), the function is broken, and the run ends with its traceback or its limit.
+limit), the function is broken, and the run ends: with what it raised, where, and on which sample, or with its limit.
 
 Where a function runs: an async function on an event loop of its own, all samples at once; a sync function in killable processes, unless it
 is a built-in that cannot hang or `isolate: false` keeps it in this process (for state, or a debugger), where no limit can be held.
@@ -15,7 +15,6 @@ import asyncio
 import logging
 import os
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +23,14 @@ from types import TracebackType
 from drumroll.config import RewardConfig
 from drumroll.errors import RunError
 from drumroll.rewards import lookup
-from drumroll.rewards.call import Call, Outcome, as_values, judged
+from drumroll.rewards.call import Call, Outcome, as_values, judged, raised
+from drumroll.rewards.failure import RewardFailure
 from drumroll.rewards.lookup import RewardFunction
 from drumroll.rewards.pool import WorkerPool
 from drumroll.types import Group, Rollout
 
 log = logging.getLogger(__name__)
+RESPONSE = 80  # characters shown of a response
 LOOP_GRACE_S = 30.0  # an event loop that does not come back this long after the last limit is blocked
 
 
@@ -90,7 +91,7 @@ class RewardSet:
         return self._pool.pids if self._pool is not None else []
 
     def score(self, groups: Sequence[Group]) -> ScoreCounts:
-        """Fill in `reward` and `breakdown` of every rollout. Raises RunError when a function fails or times out on all of them."""
+        """Fill in `reward` and `breakdown` of every rollout. Raises RewardFailure when a function fails or times out on all of them."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
             rollout.breakdown = {}
@@ -126,7 +127,7 @@ class RewardSet:
             kinds[outcome.kind] += call.count
         for rollout, value in zip(rollouts, values, strict=True):
             rollout.breakdown[entry.name] = value
-        self._report(entry, outcomes, kinds)
+        self._report(entry, calls, outcomes, kinds)
         verdicts = sum(value is not None for value in values)
         return FunctionCounts(verdicts, kinds["value"] - verdicts, kinds["timeout"], kinds["failed"])
 
@@ -137,24 +138,34 @@ class RewardSet:
             return self._loop.run(entry, calls)
         return [judged(entry.function, call.args, call.count) for call in calls]
 
-    def _report(self, entry: _Entry, outcomes: Sequence[Outcome], kinds: Counter[str]) -> None:
+    def _report(self, entry: _Entry, calls: Sequence[Call], outcomes: Sequence[Outcome], kinds: Counter[str]) -> None:
         name, limit = entry.name, entry.config.timeout_s
-        first = next((outcome.detail for outcome in outcomes if outcome.kind == "failed"), "")
+        failures = [(call, outcome) for call, outcome in zip(calls, outcomes, strict=True) if outcome.kind == "failed"]
+        first = f"the first: {failures[0][1].detail}; {_sample(failures[0][0])}" if failures else ""
         if outcomes and not kinds["value"]:
-            raise RunError(_broken(name, limit, kinds["failed"], kinds["timeout"], first))
-        if kinds["failed"]:
-            log.warning("reward %s failed on %d responses, which have no verdict; the first:\n%s", name, kinds["failed"], first)
+            raise RewardFailure(_broken(name, limit, kinds["failed"], kinds["timeout"], first), failures[0][1].trace if failures else "")
+        if failures:
+            text = "reward %s failed on %d responses, which have no verdict; %s\n%s"
+            log.warning(text, name, kinds["failed"], first, failures[0][1].trace)
         if kinds["timeout"]:
             log.warning("reward %s: %d responses took over %g s and have no verdict", name, kinds["timeout"], limit)
 
 
 def _broken(name: str, limit: float, failed: int, timed_out: int, first: str) -> str:
-    """What to say of a function that came to an end for none of the responses; `first`: traceback of its first failure."""
+    """What to say of a function that came to an end for none of the responses; `first`: what its first failure was."""
     advice = f"over its limit of {limit:g} s: raise timeout_s of this reward, or see what it waits for"
     if not failed:
         return f"reward {name} gave no verdict on any response: all {timed_out} took it {advice}"
     rest = f" (the other {timed_out} took it {advice})" if timed_out else ""
-    return f"reward {name} failed on {failed if timed_out else f'all {failed}'} responses{rest}; the first failure:\n{first}"
+    return f"reward {name} failed on {failed if timed_out else f'all {failed}'} responses{rest}; {first}"
+
+
+def _sample(call: Call) -> str:
+    """The row and the response that a call judged; of a group, the first of its responses."""
+    judged = call.args[0]
+    rollout, prompt = (judged.rollouts[0], judged.prompt) if isinstance(judged, Group) else call.args
+    text = rollout.text if len(rollout.text) <= RESPONSE else rollout.text[:RESPONSE] + "..."
+    return f"on response {rollout.index} to {prompt.prompt_id}, {text!r}; the row's columns: {', '.join(prompt.columns) or 'none'}"
 
 
 def _calls(entry: _Entry, groups: Sequence[Group]) -> list[Call]:
@@ -169,12 +180,10 @@ async def _judged_async(function: RewardFunction, call: Call) -> Outcome:
     try:
         async with asyncio.timeout(call.limit_s) as limit:
             return as_values(await function.call(*call.args), function, call.count)
-    except TimeoutError:
-        if limit.expired():
-            return Outcome("timeout")
-        return Outcome("failed", detail=traceback.format_exc())
-    except Exception:  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
-        return Outcome("failed", detail=traceback.format_exc())
+    except TimeoutError as error:
+        return Outcome("timeout") if limit.expired() else raised(error)
+    except Exception as error:  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
+        return raised(error)
 
 
 class _LoopThread:

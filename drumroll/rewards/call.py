@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from drumroll.rewards.failure import in_a_line, trace
 from drumroll.rewards.lookup import RewardFunction
 
 
@@ -18,7 +18,13 @@ class Outcome:
 
     kind: Literal["value", "timeout", "failed"]
     values: tuple[float | None, ...] = ()  # one a rollout
-    detail: str = ""  # traceback of a failure, or what was over which limit
+    detail: str = ""  # in one line: what a failure raised and where, or what was over which limit
+    trace: str = ""  # of a failure that raised
+
+
+def raised(error: BaseException) -> Outcome:
+    """A failure, with what is to be said of it."""
+    return Outcome("failed", detail=in_a_line(error), trace=trace(error))
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,8 +42,8 @@ def judged(function: RewardFunction, args: tuple[Any, ...], count: int) -> Outco
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         return as_values(value, function, count)
-    except (Exception, SystemExit):  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
-        return Outcome("failed", detail=traceback.format_exc())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a boundary: the function is the user's, and its failure must be counted
+        return raised(error)
 
 
 def as_values(value: Any, function: RewardFunction, count: int) -> Outcome:

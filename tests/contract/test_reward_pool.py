@@ -238,7 +238,7 @@ def test_outcomes_come_in_the_order_of_the_calls_and_with_their_reason() -> None
         pool.close()
     assert [o.kind for o in found] == ["value", "timeout", "failed", "failed", "failed", "value"]
     assert found[0] == Outcome("value", (1.0,)) and found[1].detail == "over 1 s"
-    assert "ValueError: no verdict from me" in found[2].detail and "exit status -9" in found[3].detail
+    assert "ValueError: no verdict from me at " in found[2].detail and "in obey" in found[2].trace and "exit status -9" in found[3].detail
     assert "exit status 3" in found[4].detail
 
 

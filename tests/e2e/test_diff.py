@@ -35,4 +35,4 @@ def test_diff_names_where_runs_part(tmp_path: Path) -> None:
     assert "numbers: they differ at rl step 1" in text
     assert json.loads((Path(other) / "summary.json").read_text())["status"] == "completed"
     (Path(other) / "digests.jsonl").unlink()
-    assert "train it with record.digests=1" in drumroll("diff", one, other, code=2)
+    assert "train it with record.digests=1" in drumroll("diff", one, other, code=1)

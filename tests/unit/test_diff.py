@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from drumroll.cli import app
@@ -14,7 +16,7 @@ from drumroll.errors import UserError
 from drumroll.observe.jsonl import JsonlWriter
 from drumroll.observe.metrics import DigestRecord, StepRecord
 from drumroll.observe.run import DIGESTS_FILE, METRICS_FILE
-from drumroll.pipelines.diff import compare
+from drumroll.pipelines.diff import compare, diff, relative
 from tests.records import healthy_record
 
 WEIGHTS = {"embed": "00", "head": "01"}
@@ -55,7 +57,10 @@ def test_the_first_step_and_what_differs_in_it_are_named(tmp_path: Path) -> None
     found = compare(first, second)
     assert found.metrics is not None
     assert (found.metrics.step, found.metrics.after) == ("rl step 3", "rl step 2")
-    assert [line.split(":")[0] for line in found.metrics.what] == ["tokens_digest", "loss"]
+    assert found.metrics.what == ["tokens_digest", "loss"]
+    assert [(apart.name, apart.step) for apart in found.numbers] == [
+        ("tokens_digest", "rl step 3"), ("loss", "rl step 3"), ("grad_norm", "rl step 4")
+    ]  # fmt: skip
     assert found.weights is not None
     assert (found.weights.step, found.weights.after) == ("step 4", "step 2")
     assert list(found.weights.what) == ["2 of 3 tensors:", "head", "new (only in one of them)"]
@@ -77,9 +82,41 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", steps(), {0: WEIGHTS})
     for other, words in (
         (tmp_path / "nothing", f"no records: expected the directory of a run, with {METRICS_FILE}"),
-        (write(tmp_path / "bare", steps(), {}), "its weights were not recorded; train it with record.digests=1"),
         (write(tmp_path / "later", [healthy_record(9)], {0: WEIGHTS}), "no steps in common: steps 1 to 4 and step 9"),
-        (write(tmp_path / "odd", steps(), {3: WEIGHTS}), "no steps with digests in common: step 0 and step 3"),
     ):
         with pytest.raises(UserError, match=words):
             compare(whole, other)
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_without_digests_the_numbers_are_compared_and_it_is_said(tmp_path: Path, far: bool) -> None:
+    """Step, number, both values, relative difference, and the largest one of the run; whole at 80 columns."""
+    other = steps()
+    if far:
+        other[1] = replace(other[1], entropy=(other[1].entropy or 0.0) * 1.25)
+        other[3] = replace(other[3], entropy=(other[3].entropy or 0.0) * 2, kl=None)
+    first, second = write(tmp_path / "a", steps(), {0: WEIGHTS}), write(tmp_path / "b", other, {})
+    out = io.StringIO()
+    assert diff(first, second, Console(file=out, width=80)) is not far
+    said, lines = out.getvalue(), out.getvalue().splitlines()
+    assert f"weights: not compared: digests are off in {second} (no {DIGESTS_FILE}); train it with record.digests=1" in said
+    assert ("numbers: equal" in said) is not far
+    if far:
+        (entropy,) = [line.split() for line in lines if line.strip().startswith("entropy")]
+        was = steps()[1].entropy
+        assert was is not None
+        assert entropy == ["entropy", "rl", "step", "2", f"{was:.7g}", f"{was * 1.25:.7g}", "2.0e-01", "5.0e-01", "rl", "step", "4"]
+        assert max(len(line) for line in lines if not line.startswith(("weights", str(tmp_path)))) <= 80
+    shown = CliRunner().invoke(app, ["diff", str(first), str(second)])
+    assert shown.exit_code == int(far)
+
+
+def test_digests_of_other_steps_compare_no_weights(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a", steps(), {0: WEIGHTS}), write(tmp_path / "b", steps(), {3: WEIGHTS}))
+    assert (found.equal, found.unweighed) == (True, "no steps with digests in common: step 0 and step 3")
+
+
+def test_a_relative_difference_is_over_the_larger() -> None:
+    assert [relative(*pair) for pair in ((1.0, 2.0), (-1.0, 1.0), (0, 0), (3, 3.0))] == [0.5, 2.0, 0.0, 0.0]
+    assert math.isnan(relative("a", "b"))
+    assert math.isnan(relative(None, 1.0))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from drumroll.errors import RunError, UserError
 from drumroll.plugins import install
 from drumroll.rewards import text
 from drumroll.rewards.base import FunctionCounts, RewardSet
+from drumroll.rewards.failure import RewardFailure
 from drumroll.rewards.math import math as math_reward
 from drumroll.types import Group, Prompt, Rollout
 
@@ -53,6 +55,18 @@ def abstains_on_empty(rollout: Rollout, prompt: Prompt) -> float | None:
 
 def raises(rollout: Rollout, prompt: Prompt) -> float:
     raise ZeroDivisionError("always")
+
+
+def looks_up(rollout: Rollout, prompt: Prompt) -> float:
+    return _looked_up(prompt.columns)
+
+
+def _looked_up(columns: Mapping[str, Any]) -> float:
+    return float(columns["anser"])
+
+
+def talks(rollout: Rollout, prompt: Prompt) -> str:
+    return "one"
 
 
 def leaves(rollout: Rollout, prompt: Prompt) -> float:
@@ -221,11 +235,32 @@ def test_a_failure_on_some_is_counted_and_on_all_ends_the_run(caplog: pytest.Log
         assert [r.reward for r in some[0].rollouts] == [1.0, None, None]
         assert counts.functions[f"{HERE}:abstains_on_empty"] == FunctionCounts(1, 0, 0, failed=2)
         assert "failed on 2 responses" in caplog.text and "could not convert string to float: 'one'" in caplog.text
-    message = r"(?s):raises failed on all 2 responses.*in raises.*ZeroDivisionError: always"
-    with RewardSet([here("raises")]) as rewards, pytest.raises(RunError, match=message):
+        assert "on response 1 to " in caplog.text
+    with RewardSet([here("leaves")]) as rewards, pytest.raises(RewardFailure, match=r":leaves failed on all 2 responses.*SystemExit: 3 at"):
         rewards.score([group("1", "2")])
-    with RewardSet([here("leaves")]) as rewards, pytest.raises(RunError, match=r"(?s):leaves failed on all 2 responses.*SystemExit: 3"):
-        rewards.score([group("1", "2")])
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_function_that_raises_is_named_with_line_error_and_sample(isolate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has no traceback; the one that is kept begins in the user's file, and leaves out what calls it."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with RewardSet([here("looks_up", isolate=isolate)], workers=1) as rewards, pytest.raises(RewardFailure) as caught:
+        rewards.score([group("x" * 100, "2", answer="1")])
+    line = Path(__file__).read_text().splitlines().index('    return float(columns["anser"])') + 1
+    name, row = f"{HERE}:looks_up", group("").prompt.prompt_id
+    assert str(caught.value) == (
+        f"reward {name} failed on all 2 responses; the first: KeyError: 'anser' at tests/unit/test_rewards.py:{line}, in _looked_up; "
+        f"on response 0 to {row}, '{'x' * 80}...'; the row's columns: answer"
+    )
+    assert caught.value.trace.startswith(f'Traceback (most recent call last):\n  File "{Path(__file__)}"')
+    assert caught.value.trace.endswith("KeyError: 'anser'\n")
+    assert "call.py" not in caught.value.trace
+
+
+def test_a_value_that_is_no_number_is_said_too() -> None:
+    words = "could not convert string to float: 'one'"
+    with RewardSet([here("talks", isolate=False)]) as rewards, pytest.raises(RewardFailure, match=words):
+        rewards.score([group("1")])
 
 
 def test_a_batch_in_which_every_call_is_over_its_limit_ends_the_run() -> None:
@@ -234,7 +269,7 @@ def test_a_batch_in_which_every_call_is_over_its_limit_ends_the_run() -> None:
         with pytest.raises(RunError, match=over):
             rewards.score([group("30", "30", answer="1"), group("30", answer="1")])
         assert rewards.score([group("30", "0", answer="1")]).without_verdict == 1  # one verdict is enough to go on
-        mixed = r"(?s):slow failed on 2 responses \(the other 1 took it over its limit of 0\.05 s.*first failure:.*could not convert"
+        mixed = r":slow failed on 2 responses \(the other 1 took it over its limit of 0\.05 s.*\); the first: ValueError: could not convert"
         with pytest.raises(RunError, match=mixed):
             rewards.score([group("x", "30", "y", answer="1")])
 

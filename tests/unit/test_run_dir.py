@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from drumroll import config
 from drumroll.errors import RunError, UserError
 from drumroll.observe import batches
-from drumroll.observe.run import CONFIG_FILE
+from drumroll.observe.run import CONFIG_FILE, SUMMARY_FILE, read_events
+from drumroll.observe.summary import read_summary
 from drumroll.pipelines.run_dir import claim, make_room, undo
+from drumroll.pipelines.session import open_session
+from drumroll.rewards.failure import RewardFailure
+from tests.records import healthy_record
 
 
 @pytest.mark.parametrize("where", ["/proc/no-such", "/dev/null/x"])
@@ -60,3 +66,22 @@ def test_behind_a_link_it_is_the_directory_that_is_kept_made_new_and_put_back(tm
     undo(link, kept)
     assert (disk / CONFIG_FILE).read_text() == "first" and not kept.exists()
     held.close()
+
+
+def test_the_traceback_of_a_reward_that_ended_the_run_is_kept_in_its_events(tmp_path: Path) -> None:
+    """The error itself is one line, in the summary as on the command line."""
+    what = {"model": {"path": "m"}, "data": {"train": {"task": "sort"}}, "backend": {"name": "single"}, "record": {"tensorboard": False}}
+    run = config.parse({"pipeline": "sft", "max_steps": 2, "run_dir": str(tmp_path / "run"), **what})
+
+    def train() -> None:
+        with open_session(run) as session:
+            session.recorder.step(replace(healthy_record(1), phase="sft"))
+            raise RewardFailure("reward mine failed", "Traceback (most recent call last):\nKeyError: 'x'\n")
+
+    with pytest.raises(RewardFailure):
+        train()
+    (event,) = read_events(tmp_path / "run")
+    assert (event.step, event.kind, event.text) == (1, "reward", "Traceback (most recent call last):\nKeyError: 'x'")
+    summary = read_summary(tmp_path / "run" / SUMMARY_FILE)
+    assert summary is not None
+    assert (summary.status, summary.error) == ("failed", "RewardFailure: reward mine failed")
