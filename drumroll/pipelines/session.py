@@ -157,7 +157,8 @@ class Session:
         except UserError as error:
             self.recorder.note(f"memory cannot be foreseen: {error}")
             return None
-        self.recorder.note(f"memory foreseen: {size(plan.peak.total)} a rank at most, in {plan.peak.name}")
+        longest = f"for sequences of {self.config.max_length} tokens (data.max_prompt_tokens + rollout.max_tokens)"
+        self.recorder.note(f"memory foreseen: {size(plan.peak.total)} a rank at most, in {plan.peak.name}, {longest}")
         return plan
 
     def measure(self, policy: Policy) -> None:

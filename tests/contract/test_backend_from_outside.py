@@ -1,9 +1,9 @@
-"""A backend in one file, in a folder of its own and named by `module:Class`: a run trains with it, and `drumroll verify` proves it."""
+"""The backend of docs/plugins.md, in a folder of its own and named by `module:Name`: a run trains with it, and `verify` proves it."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    shutil.copy(Path(__file__).with_name("plain_backend.py"), tmp_path / "written_elsewhere.py")
+    page = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my_backend\.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "written_elsewhere.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    return "written_elsewhere:Plain"
+    return "written_elsewhere:PLUGIN"
 
 
 def odd_tokens(rollout: Rollout, prompt: Prompt) -> float:
