@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests run beside one another in so many processes; 0 is all in one, for a debugger (ARGS=--pdb).
+WORKERS ?= 2
 # One thread a process: the runs start several processes, and threads beyond the cores make everything many times slower.
 export OMP_NUM_THREADS ?= 1
 
@@ -14,8 +16,8 @@ help:  ## this list
 quickstart: install  ## train the quickstart recipe and show what was learned (ARGS="key=value ..." overrides)
 	$(BIN)/drumroll train recipes/quickstart.yaml $(ARGS)
 
-test: install-dev  ## the whole test suite (ARGS="-k name" selects)
-	$(BIN)/python -m pytest $(ARGS)
+test: install-dev  ## the whole test suite (ARGS="-k name" selects, WORKERS=0 runs it in one process)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: install-dev  ## ruff
 	$(BIN)/ruff check .

@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -36,9 +37,21 @@ class RankFailure(AssertionError):
 
 
 @dataclass
-class _Failed:
-    at: float  # time.monotonic(), one clock for all processes of a machine
+class Failed:
+    """One rank's end. `at`: `time.monotonic()`, one clock for all processes of a machine."""
+
+    at: float
     text: str
+
+    @property
+    def lost_peers(self) -> bool:
+        """The error speaks of a broken connection: some other rank ended before."""
+        return any(mark in self.text for mark in ("closed by peer", "reset by peer", "likely closed", "Broken pipe"))
+
+
+def first_of(failures: Iterable[Failed]) -> Failed:
+    """The failure to blame. When a rank died without a word is known later than when a peer lost it, so losing peers counts last."""
+    return min(failures, key=lambda failure: (failure.lost_peers, failure.at))
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -81,7 +94,7 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], deadline: fl
         for rank in missing:
             if pipes[rank] in ready:
                 results[rank] = _receive(rank, processes[rank], pipes[rank])
-        if any(isinstance(result, _Failed) for result in results.values()):
+        if any(isinstance(result, Failed) for result in results.values()):
             raise RankFailure(_first_failure(results, processes, pipes))
     return [results[rank] for rank in range(len(pipes))]
 
@@ -91,7 +104,7 @@ def _receive(rank: int, process: BaseProcess, pipe: Connection) -> Any:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(1.0)
-        return _Failed(time.monotonic(), f"rank {rank} died without a word, exit code {process.exitcode}")
+        return Failed(time.monotonic(), f"rank {rank} died without a word, exit code {process.exitcode}")
 
 
 def _first_failure(results: dict[int, Any], processes: list[BaseProcess], pipes: list[Connection]) -> str:
@@ -100,14 +113,14 @@ def _first_failure(results: dict[int, Any], processes: list[BaseProcess], pipes:
     for rank, pipe in enumerate(pipes):
         if rank not in results and pipe.poll():
             results[rank] = _receive(rank, processes[rank], pipe)
-    failures = [result for result in results.values() if isinstance(result, _Failed)]
-    return min(failures, key=lambda failure: failure.at).text
+    return first_of(result for result in results.values() if isinstance(result, Failed)).text
 
 
 def _rank_main(
     fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], store: str, pipe: Connection, timeout: float
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 2.0))
+    threading.Thread(target=_end_with_test, daemon=True).start()
     try:
         import torch
         import torch.distributed as dist
@@ -118,8 +131,17 @@ def _rank_main(
         pipe.send_bytes(pickle.dumps(fn(rank, world_size, *args)))
         dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test must see it, before the peers lose their connection
+        at = time.monotonic()  # before the words: on a busy machine they take their time
         text = f"rank {rank}: {error!r}\n{''.join(traceback.format_exception(error))}"
         with contextlib.suppress(OSError):
-            pipe.send_bytes(pickle.dumps(_Failed(time.monotonic(), text)))
+            pipe.send_bytes(pickle.dumps(Failed(at, text)))
     finally:
         pipe.close()
+
+
+def _end_with_test() -> None:
+    """A time-out of pytest ends the process that runs the test at once, without a chance to kill its ranks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

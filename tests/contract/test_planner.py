@@ -124,7 +124,7 @@ def test_planned_is_measured_where_ranks_share_experts(tmp_path: Path) -> None:
 
 def assert_planned_is_measured(ranks: int, cases: list[Case], folder: Path) -> None:
     """Persistent state within 5 %, the peak of every phase within 15 %, on the fullest rank."""
-    by_rank = run_ranks(watch, ranks, cases, folder, timeout=400.0)
+    by_rank = run_ranks(watch, ranks, cases, folder, timeout=240.0)
     wrong: list[str] = []
     for index, case in enumerate(cases):
         found = max((of_rank[index] for of_rank in by_rank), key=lambda measured: sum(measured.rest.values()))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from drumroll import config as configs
 from drumroll.errors import RunError
 from drumroll.pipelines import export
+from tests.e2e.command_line import RECIPE, drumroll_here
 
-ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "recipes" / "quickstart.yaml")
 SMALL = ["warmup=null", "rollout.prompts_per_step=4", "algorithm.group_size=2", "eval.rows=4", "max_steps=2", "checkpoint.every=1"]
 pytestmark = pytest.mark.timeout(300)
-
-
-def drumroll(*arguments: str, code: int = 0) -> str:
-    command = [sys.executable, "-c", "from drumroll.cli import main; main()", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == code, f"exit code {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +27,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     (folder / "reward.py").write_text("def length(rollout, prompt):\n    return float(len(rollout.text))\n")
     rewards = f"rewards=[{{fn: '{folder}/reward.py:length', isolate: false}}]"
-    drumroll("train", RECIPE, *SMALL, f"run_dir={folder / 'run'}", rewards, "optim.lr=1e-2", "optim.warmup_steps=0")
+    drumroll_here("train", RECIPE, *SMALL, f"run_dir={folder / 'run'}", rewards, "optim.lr=1e-2", "optim.warmup_steps=0")
     return folder / "run"
 
 
 def test_the_newest_checkpoint_is_the_model_that_the_run_left(run_dir: Path, tmp_path: Path) -> None:
-    said = drumroll("export", str(run_dir), str(tmp_path / "model"))
+    said = drumroll_here("export", str(run_dir), str(tmp_path / "model"))
     assert "step-00000002" in said
     assert "loaded with transformers, log-probs within" in said
     ours, left = load_file(tmp_path / "model" / "model.safetensors"), load_file(run_dir / "model" / "model.safetensors")
@@ -53,7 +43,8 @@ def test_the_newest_checkpoint_is_the_model_that_the_run_left(run_dir: Path, tmp
 
 def test_an_older_step_in_bfloat16_in_several_files_from_other_ranks(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
-    drumroll("export", f"{run_dir}@1", str(out), "backend.name=single", "runtime.ranks=1", "--dtype", "bfloat16", "--shard-gib", "0.0005")
+    place = ["backend.name=single", "runtime.ranks=1"]
+    drumroll_here("export", f"{run_dir}@1", str(out), *place, "--dtype", "bfloat16", "--shard-gib", "0.0005")
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 1
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -70,10 +61,10 @@ def test_an_older_step_in_bfloat16_in_several_files_from_other_ranks(run_dir: Pa
 
 
 def test_what_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
-    assert "no checkpoint of that step; there are 1, 2" in drumroll("export", f"{run_dir}@7", str(tmp_path / "out"), code=2)
-    assert "has no adapters" in drumroll("export", str(run_dir), str(tmp_path / "out"), "--adapter", code=2)
-    assert "--dtype int4: expected float32" in drumroll("export", str(run_dir), str(tmp_path / "out"), "--dtype", "int4", code=2)
-    assert "not the directory of a run: no config.yaml in it" in drumroll("export", str(tmp_path), str(tmp_path / "out"), code=2)
+    assert "no checkpoint of that step; there are 1, 2" in drumroll_here("export", f"{run_dir}@7", str(tmp_path / "out"), code=2)
+    assert "has no adapters" in drumroll_here("export", str(run_dir), str(tmp_path / "out"), "--adapter", code=2)
+    assert "--dtype int4: expected float32" in drumroll_here("export", str(run_dir), str(tmp_path / "out"), "--dtype", "int4", code=2)
+    assert "not the directory of a run: no config.yaml in it" in drumroll_here("export", str(tmp_path), str(tmp_path / "out"), code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,7 +90,7 @@ def test_a_live_model_that_computes_in_bfloat16_may_be_further_off(run_dir: Path
 @pytest.mark.parametrize("fault", ["a norm scaled", "a tensor missing"])
 def test_a_folder_that_is_not_the_live_model_is_found_out(run_dir: Path, tmp_path: Path, fault: str) -> None:
     out = tmp_path / "model"
-    drumroll("export", str(run_dir), str(out))
+    drumroll_here("export", str(run_dir), str(out))
     tensors = load_file(out / "model.safetensors")
     if fault == "a norm scaled":
         tensors["model.norm.weight"] *= 1.5

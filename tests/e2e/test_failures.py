@@ -5,16 +5,13 @@ Failure cases 58 and 59. A small RL run on two ranks, in which rank 1 fails whil
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,8 @@ from drumroll.errors import RunError, UserError
 from drumroll.observe.run import read_events, read_rollouts, read_run, read_steps
 from drumroll.pipelines import resume, rl, sft
 from drumroll.runtime.local import RankFailure
+from tests.e2e.command_line import assert_group_is_gone, running
 
-ROOT = Path(__file__).parents[2]
 FAULTY = f"{Path(__file__).parent / 'faulty_engine.py'}"
 ENGINE = f"{FAULTY}:FaultyEngine"
 STEPS = 6
@@ -91,25 +88,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], float
     return numbers(run_dir), time.monotonic() - started
 
 
-def command_line(config: RunConfig, recipe: Path, *arguments: str, prepare: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+def dumped(config: RunConfig, recipe: Path) -> str:
     configs.dump(config, recipe)
-    return subprocess.Popen(
-        [sys.executable, "-c", "from drumroll.cli import main; main()", "train", str(recipe), *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, preexec_fn=prepare,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def assert_group_is_gone(process: subprocess.Popen[str]) -> None:
-    """The server that ranks are forked from ends a moment after its driver."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    pytest.fail("something is left of the process group")
+    return str(recipe)
 
 
 # --- a rank
@@ -137,14 +118,14 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_words(how: str, words: str,
 def test_a_rank_that_hangs_ends_the_run_at_the_deadline_with_all_stacks(tmp_path: Path) -> None:
     """On the command line: exit code, message, `stacks.txt`, and nothing left of the process group."""
     config = run_config(RL, tmp_path / "run", engine=faulty("hang"), runtime=RL["runtime"] | {"timeout_s": 40})
-    process = command_line(config, tmp_path / "recipe.yaml")
-    output, _ = process.communicate(timeout=200)
+    with running("train", dumped(config, tmp_path / "recipe.yaml")) as process:
+        output, _ = process.communicate(timeout=200)
+        assert_group_is_gone(process)
     assert process.returncode == 1, output
     assert re.search(r"failed: rank 1 failed first:\nsilent for 40 s .*Worker\.generate: no answer from ranks \[1\]", output), output
     assert re.search(r"rank 1: _fail \(faulty_engine\.py:\d+\) < generate", output), output
     stacks = (tmp_path / "run" / "stacks.txt").read_text()
     assert all(f"== {who}\n" in stacks for who in ("rank 0", "rank 1", "driver")) and "faulty_engine.py" in stacks
-    assert_group_is_gone(process)
 
 
 # --- restarts
@@ -221,8 +202,9 @@ def test_a_full_disk_leaves_what_was_saved_and_ends_the_run_or_not(on_error: str
     before = {file: file.read_bytes() for file in (run_dir / "checkpoints").rglob("*") if file.is_file()}
     checkpoint = SFT["checkpoint"] | {"on_error": on_error, "async_save": async_save}
     config = run_config(SFT, run_dir, checkpoint=checkpoint, **alone)
-    process = command_line(config, tmp_path / "recipe.yaml", "--resume", prepare=small_files)
-    output, _ = process.communicate(timeout=100)
+    with running("train", dumped(config, tmp_path / "recipe.yaml"), "--resume", prepare=small_files) as process:
+        output, _ = process.communicate(timeout=100)
+        assert_group_is_gone(process)
     assert {file: file.read_bytes() for file in (run_dir / "checkpoints").rglob("*") if file.is_file()} == before, "and nothing else"
     assert re.search(r"cannot write its part of the checkpoint: .*\(\d+\.\d\d GiB free there\); free the disk", output), output
     if on_error == "stop":
@@ -236,7 +218,6 @@ def test_a_full_disk_leaves_what_was_saved_and_ends_the_run_or_not(on_error: str
         assert (run_dir / "model" / "model.safetensors").is_file()
     found = resume.find(config, None)
     assert found is not None and found.state.step == 2
-    assert_group_is_gone(process)
 
 
 # --- a tracker

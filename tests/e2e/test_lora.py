@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drumroll.observe.run import read_run
-from tests.e2e.test_train import RECIPE, SMALL, drumroll
+from tests.e2e.command_line import RECIPE, drumroll_here
+from tests.e2e.test_train import SMALL
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(400)
@@ -19,7 +20,7 @@ LORA = [*SMALL, "model.lora.rank=8", "algorithm.kl.coef=0.04", "optim.lr=3e-3", 
 
 
 def run(run_dir: Path, *arguments: str) -> Path:
-    drumroll("train", RECIPE, *LORA, f"run_dir={run_dir}", *arguments)
+    drumroll_here("train", RECIPE, *LORA, f"run_dir={run_dir}", *arguments)
     return run_dir
 
 
@@ -48,6 +49,6 @@ def test_a_lora_run_on_two_placements_and_on_from_its_checkpoint(tmp_path: Path)
     weights = (two / "model" / "model.safetensors").read_bytes()
     for later in (two / "checkpoints").glob("step-*3"):
         later.rename(tmp_path / "put aside")  # as if the run had been killed after step 2
-    drumroll("train", RECIPE, *LORA, f"run_dir={two}", "engine.transformers.adapters=apart", "--resume")
+    drumroll_here("train", RECIPE, *LORA, f"run_dir={two}", "engine.transformers.adapters=apart", "--resume")
     assert (two / "model" / "model.safetensors").read_bytes() == weights
     assert [record.step for record in read_run(two).rl] == [1, 2, 3]

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,8 +36,8 @@ from drumroll.runtime.local import launch
 from drumroll.runtime.plan import Plan
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import Worker, WorkerSpec
+from tests.e2e.command_line import running
 
-ROOT = Path(__file__).parents[2]
 STEPS = 6  # of 4 draws over 10 rows: step 2 ends in the middle of the first epoch, step 5 at the end of the second
 SPREAD = [name for name in plugins.names("backends") if name != plugins.SPECIFICATION_BACKEND]
 pytestmark = pytest.mark.timeout(300)
@@ -406,14 +404,6 @@ def test_a_run_that_cannot_go_on_is_left_as_it_was(straight: Callable[[str, str]
 # --- killed
 
 
-def command_line(recipe: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", "from drumroll.cli import main; main()", "train", str(recipe), *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_everything_is_told_to_end_at_once_and_the_run_goes_on_bit_equal(
     number: signal.Signals, straight: Callable[[str, str], Path], folder: Path, tmp_path: Path
@@ -426,14 +416,14 @@ def test_everything_is_told_to_end_at_once_and_the_run_goes_on_bit_equal(
     tree = yaml.safe_load(recipe.read_text())
     assert tree["checkpoint"]["every"] == every
     (folder / "slow").touch()
-    process = command_line(recipe)
-    deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").is_file() or (run_dir / "metrics.jsonl").read_text().count("\n") < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    told = time.monotonic()
-    os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    with running("train", str(recipe)) as process:
+        deadline = time.monotonic() + 120
+        while not (run_dir / "metrics.jsonl").is_file() or (run_dir / "metrics.jsonl").read_text().count("\n") < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        told = time.monotonic()
+        os.killpg(process.pid, number)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL), output
     assert time.monotonic() - told < 30
     (folder / "slow").unlink()
