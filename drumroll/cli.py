@@ -118,6 +118,7 @@ def evaluate(
 
 
 @app.command(
+    no_args_is_help=True,
     epilog="Example: drumroll verify fsdp2 --ranks 2\n\nYour own: drumroll verify my_backend.py:PLUGIN --model ./my-model\n\n"
     "All: drumroll verify --all --html verified.html\n\nA run to come: drumroll verify --config recipe.yaml"
 )

@@ -27,6 +27,9 @@ def read(path: Path, overrides: Sequence[str] = (), purpose: Purpose = "look") -
     run = config.load(path, overrides)
     if run.algorithm is not None:
         presets.resolve(run.algorithm, run.rollout.max_tokens)
+    for where, folder in _folders(run, purpose):
+        if folder.startswith((".", "/", "~")) and not Path(folder).expanduser().is_dir():
+            raise UserError(f"{where}: no such folder: {folder} (from {Path.cwd()})")
     for where, source in _sources(run, purpose):
         check_source(source, where)
     for reward in run.rewards if purpose != "look" else ():
@@ -46,6 +49,16 @@ def read_of_run(name: str, overrides: Sequence[str] = ()) -> tuple[Path, int | N
     if not file.is_file():
         raise UserError(f"{run_dir}: not the directory of a run: no {CONFIG_FILE} in it")
     return run_dir, int(step) if at else None, read(file, overrides)
+
+
+def _folders(run: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
+    """What may be folders of models; whether one is that of a model is seen when it is loaded."""
+    if purpose != "look":
+        yield "model.path", run.model.path
+        if isinstance(run.warmup, str):
+            yield "warmup", run.warmup
+    if purpose == "train" and run.algorithm is not None and run.algorithm.critic is not None and run.algorithm.critic.path is not None:
+        yield "algorithm.critic.path", run.algorithm.critic.path
 
 
 def _sources(run: RunConfig, purpose: Purpose) -> Iterator[tuple[str, SourceConfig]]:
