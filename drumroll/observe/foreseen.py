@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 BEYOND = 0.15  # share by which a measured size may miss the foreseen one without a warning
+_RESIDENT_SLACK = 256 << 20  # of resident memory: what libraries and the allocator's gaps may add, whatever the model
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,10 +28,10 @@ def size(count: float) -> str:
 
 
 def beside(foreseen: Foreseen, state: Sequence[int], peak: Sequence[int]) -> str:
-    """Both pairs in one line, and a warning for what is beyond 15 %: the state either way, a GPU's peak where it is higher.
+    """Both pairs in one line, and a warning for what is beyond 15 %: the state either way, the peak where it is higher.
 
     A lower peak is no fault: batches were shorter than they might have been. On a CPU the peak is resident memory, where libraries and
-    the allocator's own gaps count too, so it warns of nothing. `state`, `peak`: measured, one a rank.
+    the allocator's own gaps count too: it warns of more than these alone. `state`, `peak`: measured, one a rank.
     """
     of_it = f", of it the process {size(foreseen.process)}" if foreseen.process else ""
     states = f"state {size(max(state))}, foreseen {size(foreseen.state)}"
@@ -41,7 +42,7 @@ def beside(foreseen: Foreseen, state: Sequence[int], peak: Sequence[int]) -> str
 def _warnings(foreseen: Foreseen, state: int, peak: int) -> Iterator[str]:
     if abs(state - foreseen.state) > BEYOND * foreseen.state:
         yield f"WARNING: the training state is {state / foreseen.state - 1:+.0%} off what was foreseen: please report this, with the recipe"
-    if not foreseen.process and peak - foreseen.peak > BEYOND * foreseen.peak:
+    if peak - foreseen.peak > max(BEYOND * foreseen.peak, _RESIDENT_SLACK if foreseen.process else 0):
         yield (
             f"WARNING: the peak is {peak / foreseen.peak - 1:+.0%} above what was foreseen: other work in the same process, or a model "
             "whose activations `drumroll plan` does not see; do not count on its numbers for a larger run"

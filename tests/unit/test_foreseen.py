@@ -16,7 +16,8 @@ MIB = 1 << 20
         (84, 1000, 0, ["training state is -16% off"]),
         (100, 1151, 0, ["peak is +15% above"]),
         (100, 500, 0, []),  # batches were shorter than they might have been
-        (100, 1300, 400, []),  # resident memory
+        (100, 1250, 400, []),  # resident memory: libraries and the allocator's gaps
+        (100, 1300, 400, ["peak is +30% above"]),
     ],
 )
 def test_a_warning_beyond_15_percent(state: int, peak: int, process: int, warned: list[str]) -> None:
