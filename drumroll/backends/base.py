@@ -69,7 +69,7 @@ class LoraSpec:
 
 @dataclass(slots=True, frozen=True)
 class ModelSpec:
-    """Which model, and how it computes."""
+    """Which model, and how it computes; by default as the defaults of a recipe say."""
 
     path: str  # a HF model folder on disk: config.json and safetensors
     compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32 (but see LoraSpec.base_dtype)
@@ -81,7 +81,7 @@ class ModelSpec:
     attention: str = "sdpa"  # transformers' attn_implementation
     checkpointing: Checkpointing = "none"
     compile: bool = False  # torch.compile of every transformer block
-    share_prompts: bool = False  # a prompt that samples of a micro-batch have in common is computed once, where the model lets it
+    share_prompts: bool = True  # a prompt that samples of a micro-batch have in common is computed once, where the model lets it
     tile_mlp: int = 0  # tokens that a block's MLP works on at a time; 0: all
     balance: bool = False  # in training also say how evenly routers use their experts (TokenOutputs.balance)
     trust_remote_code: bool = False

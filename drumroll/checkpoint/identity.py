@@ -120,7 +120,7 @@ def dump(model: Fingerprint) -> str:
 
 
 def check_model(file: Path, now: Fingerprint) -> None:
-    """Raises RunError naming what differs between the model of a checkpoint and this run's."""
+    """Raises RunError naming what differs between a model of a checkpoint, as `dump` wrote it, and this run's."""
     row = json.loads(file.read_text(encoding="utf-8"))
     saved = Fingerprint(row["config"], row["tensors"])
     found = [
@@ -135,4 +135,4 @@ def check_model(file: Path, now: Fingerprint) -> None:
     ]
     if found:
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunError(f"{file.parent}: of another model: {'; '.join(found[:5])}{more}")
+        raise RunError(f"{file.parent}: of another {file.stem}: {'; '.join(found[:5])}{more}")

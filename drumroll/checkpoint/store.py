@@ -30,7 +30,7 @@ _STEP_NAME = re.compile(f"{STEP}[0-9]+")
 
 DRIVER_FILE = "driver.json"
 CONFIG_FILE = "config.yaml"
-MODEL_FILE = "model.json"
+MODEL_FILE, CRITIC_FILE = "model.json", "critic.json"
 
 
 def unheard(stage: str) -> None:
@@ -68,9 +68,11 @@ class Checkpoint:
         """The random number generators of a rank; None: of the driver."""
         return self.path / "rng" / ("driver.npz" if rank is None else f"rank-{rank:05d}.npz")
 
-    def check_model(self, model: Fingerprint) -> None:
-        """Raises RunError naming what differs."""
+    def check_model(self, model: Fingerprint, critic: Fingerprint | None = None) -> None:
+        """Raises RunError naming what differs: of the policy, or of a critic, which older checkpoints do not tell."""
         identity.check_model(self.path / MODEL_FILE, model)
+        if critic is not None and (self.path / CRITIC_FILE).is_file():
+            identity.check_model(self.path / CRITIC_FILE, critic)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,10 +96,11 @@ class CheckpointStore:
         model: Fingerprint,
         generators: rng.Generators,
         of_ranks: Sequence[rng.Generators],
+        critic: Fingerprint | None = None,
     ) -> Checkpoint:
         """A staging directory with everything but the ranks' tensors; these are added, then comes `commit`. Raises CannotWrite.
 
-        `generators`: the driver's; `of_ranks`: one entry a rank.
+        `generators`: the driver's; `of_ranks`: one entry a rank; `critic`: of the folder that a critic began as.
         """
         made = Checkpoint(self.folder / f"{STAGING}{state.step:08d}")
         try:
@@ -109,6 +112,8 @@ class CheckpointStore:
                 rng.write(made.generators(rank), states)
             (made.path / DRIVER_FILE).write_text(driver.dump(state), encoding="utf-8")
             (made.path / MODEL_FILE).write_text(identity.dump(model), encoding="utf-8")
+            if critic is not None:
+                (made.path / CRITIC_FILE).write_text(identity.dump(critic), encoding="utf-8")
             configs.dump(config, made.path / CONFIG_FILE)
         except OSError as error:
             raise cannot_write(made.path, error) from error

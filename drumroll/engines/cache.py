@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-SLOT_ATTENTION = "drumroll_slots"
+from drumroll.models import attention
+
 _GROWTH = 16  # tokens: cache lengths are multiples of it
 
 
@@ -187,4 +187,4 @@ def slot_attention(
     return out.reshape(rows, 1, query_heads, value.shape[3]), None
 
 
-AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+SLOT_ATTENTION = attention.register("drumroll_slots", slot_attention)

@@ -4,9 +4,10 @@
 not depend on what follows. So everything that works token by token (embedding, projections, norms, MLPs) sees each prompt once: one row of
 the U tokens that differ. Only attention sees right-padded rows of whole samples: it spreads queries, keys and values over them and takes
 back the outputs of the U tokens. A prompt's gradient is the sum of what its samples give; it is added up in a fixed order, so that a step
-can be repeated bit by bit.
+can be repeated bit by bit. All of it is tensors of any size, so that a block is compiled once for any number of prompts and samples.
 
-Axis suffixes: U tokens that differ, B rows, L tokens of a row, P tokens of a prompt, K heads, D width of a head.
+Axis suffixes: U tokens that differ, B rows, L tokens of a row, Q tokens of prompts that are repeated, C copies of a prompt beside the
+first, K heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -17,45 +18,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch import nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from drumroll.errors import RunError
+from drumroll.errors import RunError, UserError
+from drumroll.models import attention as attentions
 
-_NAME = "drumroll_shared_prompts"  # of the attention, among those of transformers
-_BASE = "sdpa"  # the attention that it wraps
+_BASE = "sdpa"  # the attention that this one wraps
 _OWN_MASKS = ("doge",)  # models that build on the body's mask in their attention: they need it, and it is of whole samples
 _WORTH = 0.9  # share of the rows' tokens that may be left to compute, for the copies around attention to pay
+_IDLE = 2  # tokens that get nothing, so that torch.compile never meets a length of 0 or 1, for which it would make a graph of its own
+_TRIED = 5  # tokens of a trial
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Shared:
-    """Where the U tokens are in rows of whole samples."""
+    """Where the U tokens are in rows of whole samples: int64 all but one."""
 
-    rows: int
-    place_U: torch.Tensor  # int64: of each token, into the flattened [B * L]
-    token_BL: torch.Tensor  # int64 [B * L]: which token is at a place; for padding, the row's last one
-    copies: list[tuple[torch.Tensor, int, int]]  # rows [M] that repeat a prompt, its first token among the U, its length P
-    used: int = field(default=0)  # attention layers that have asked
-
-
-def supports(hf: PreTrainedModel, attention: str) -> bool:
-    """Whether a model's attention can be told: it is called through transformers' interface, and every layer looks at all before it."""
-    fields = hf.config.get_text_config().to_dict()
-    if fields.get("model_type") in _OWN_MASKS:
-        return False
-    whole = all(kind == "full_attention" for kind in fields.get("layer_types") or ()) and fields.get("sliding_window") is None
-    return attention == _BASE and whole and bool(hf._supports_attention_backend)
-
-
-def install(hf: PreTrainedModel) -> None:
-    """Let a model's attention look for `shared=Shared(...)` among the arguments of its forward; without it, it is what it was.
-
-    Compiled blocks call it between their graphs: it loops over what is shared, and would be compiled anew for every number of prompts.
-    """
-    AttentionInterface.register(_NAME, torch.compiler.disable(_attention))
-    AttentionMaskInterface.register(_NAME, _no_mask)
-    hf.set_attn_implementation(_NAME)
+    token_BL: torch.Tensor  # which token is at a place; for padding, the row's last one
+    place_U: torch.Tensor  # of each token, into the flattened [B * L]
+    token_Q: torch.Tensor  # each token that is at several places, once; before them some that are not
+    copy_QC: torch.Tensor  # its other places; 0 where a prompt has fewer copies than the most
+    real_QC: torch.Tensor  # bool: which of these are
 
 
 def find(lengths: np.ndarray, prompts: Sequence[tuple[int, int]], device: torch.device) -> Shared | None:
@@ -74,39 +60,48 @@ def find(lengths: np.ndarray, prompts: Sequence[tuple[int, int]], device: torch.
     token_BL = np.where(own_BL, (start - begins)[:, None], start[owner][:, None]) + column_BL
     token_BL[lengths == 0] = 0
     place_U = np.flatnonzero((columns >= begins[:, None]) & (columns < lengths[:, None]))
-    sharing = [(first, np.flatnonzero((owner == first) & (samples != first))) for first in np.unique(owner[owner != samples])]
+    copies = [(first, np.flatnonzero((owner == first) & (samples != first))) for first in np.unique(owner[owner != samples])]
+    most = max((len(rows) for _, rows in copies), default=1)
+    token_Q = [start[first] + columns[: prompt[first]] for first, _ in copies]
+    copy_QC = [np.pad(columns[: prompt[first], None] + rows * length, ((0, 0), (0, most - len(rows)))) for first, rows in copies]
+    real_QC = [np.broadcast_to(np.arange(most) < len(rows), (prompt[first], most)) for first, rows in copies]
     return Shared(
-        rows=len(lengths),
+        token_BL=torch.from_numpy(token_BL).to(device),
         place_U=torch.from_numpy(place_U).to(device),
-        token_BL=torch.from_numpy(token_BL.flatten()).to(device),
-        copies=[(torch.from_numpy(rows).to(device), int(start[first]), int(prompt[first])) for first, rows in sharing],
+        token_Q=torch.from_numpy(np.concatenate([np.zeros(_IDLE, np.int64), *token_Q])).to(device),
+        copy_QC=torch.from_numpy(np.concatenate([np.zeros((_IDLE, most), np.int64), *copy_QC])).to(device),
+        real_QC=torch.from_numpy(np.concatenate([np.zeros((_IDLE, most), bool), *real_QC])).to(device),
     )
 
 
 def spread(tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
-    """[U, ...] -> [B * L, ...], each token at every place that it has. Differentiable; gradients of padding are not looked at."""
-    placed: torch.Tensor = _Spread.apply(tokens, shared)  # type: ignore[no-untyped-call]
+    """[U, ...] -> [B, L, ...], each token at every place that it has. Differentiable; gradients of padding are not looked at."""
+    placed: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
+        tokens, shared.token_BL, shared.place_U, shared.token_Q, shared.copy_QC, shared.real_QC
+    )
     return placed
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
-        ctx.shared = shared
-        return tokens.index_select(0, shared.token_BL)
+    def forward(ctx: Any, tokens: torch.Tensor, token_BL: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*where)
+        placed: torch.Tensor = tokens.index_select(0, token_BL.flatten()).unflatten(0, token_BL.shape)
+        return placed
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        shared: Shared = ctx.shared
-        of_rows = grads[0].unflatten(0, (shared.rows, -1))
-        total = grads[0].index_select(0, shared.place_U)
-        for rows, first, length in shared.copies:
-            total[first : first + length] += of_rows[:, :length].index_select(0, rows).sum(0)
-        return total, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        place_U, token_Q, copy_QC, real_QC = ctx.saved_tensors
+        placed = grads[0].flatten(0, 1)
+        of_first = placed.index_select(0, place_U)
+        of_copies = placed.index_select(0, copy_QC.flatten()).unflatten(0, copy_QC.shape)
+        real = real_QC.view(*real_QC.shape, *[1] * (placed.ndim - 1))
+        total = of_first.index_add(0, token_Q, of_copies.masked_fill(~real, 0.0).sum(1))  # a token gets one sum: no order
+        return total, None, None, None, None, None
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query_1KUD: torch.Tensor,
     key_1KUD: torch.Tensor,
     value_1KUD: torch.Tensor,
@@ -120,14 +115,85 @@ def _attention(
         return output
     if attention_mask is not None:  # of the U tokens in a row: it is not the rows'
         raise RunError(f"{type(module).__name__} makes a mask of its own: set model.share_prompts=false")
-    shared.used += 1
-    query, key, value = (
-        spread(tokens[0].transpose(0, 1), shared).unflatten(0, (shared.rows, -1)).transpose(1, 2)
-        for tokens in (query_1KUD, key_1KUD, value_1KUD)
-    )
+    query, key, value = (spread(tokens[0].transpose(0, 1), shared).transpose(1, 2) for tokens in (query_1KUD, key_1KUD, value_1KUD))
     made_BLKD, _ = sdpa_attention_forward(module, query, key, value, None, **others)
     return made_BLKD.flatten(0, 1).index_select(0, shared.place_U)[None], None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Rows are causal, and their padding comes after every real token."""
+def supports(hf: PreTrainedModel, attention: str) -> bool:
+    """Whether a model says of itself that attention alone looks at other tokens, in every layer at all before; and is called by name."""
+    fields = hf.config.get_text_config().to_dict()
+    if fields.get("model_type") in _OWN_MASKS or any(isinstance(module, nn.Conv1d) for module in hf.modules()):
+        return False
+    whole = all(kind == "full_attention" for kind in fields.get("layer_types") or ()) and fields.get("sliding_window") is None
+    return attention == _BASE and whole and bool(hf._supports_attention_backend)
+
+
+def install(hf: PreTrainedModel, blocks: Sequence[nn.Module]) -> str:
+    """Let a model's attention look for `shared=Shared(...)` among the arguments of its forward; without it, it is what it was.
+
+    Where that could not work nothing is changed, and the reason returned. It is tried before there are weights, on shapes alone: every
+    block has to have called an attention, once or more often, told what is shared, on the tokens at hand, without a mask.
+    """
+    trial = _Trial()
+    try:
+        attentions.choose(hf, _TRIAL)
+        with torch.no_grad():
+            _run_without_values(hf.base_model, trial)
+        of_all = _all_of(blocks, trial.modules)
+        reason = "" if of_all else "expected every block, and nothing else, to call its attention through transformers' interface"
+    except (UserError, _Unsuited) as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - fault boundary: the model's own code, which may ask for values that are not there
+        reason = f"it cannot be tried without values: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    attentions.choose(hf, _NAME if not reason else _BASE)
+    return reason
+
+
+@dataclass(slots=True)
+class _Trial:
+    modules: list[nn.Module] = field(default_factory=list)  # that have called their attention
+
+
+class _Unsuited(Exception):
+    """What a trial found."""
+
+
+def _run_without_values(body: nn.Module, trial: _Trial) -> None:
+    """One pass of a body over meta tensors; in bfloat16, the one dtype of which grouped matmuls of experts know their shapes."""
+    tensors = {name: torch.empty_like(p, dtype=torch.bfloat16, device="meta") for name, p in body.named_parameters()}
+    tensors |= {name: buffer.to("meta") for name, buffer in body.named_buffers()}
+    ids_1U = torch.zeros(1, _TRIED, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": ids_1U, "position_ids": ids_1U, "attention_mask": None, "use_cache": False, "shared": trial}
+    functional_call(body, tensors, (), inputs)
+
+
+def _all_of(blocks: Sequence[nn.Module], modules: Sequence[nn.Module]) -> bool:
+    """Whether each block has one of the modules, and nothing else has any."""
+    inside = [set(block.modules()) for block in blocks]
+    return all(of_block & set(modules) for of_block in inside) and set(modules) <= set().union(*inside)
+
+
+def _try(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    shared: _Trial | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """In place of an attention: notes who called it, and refuses what sharing could not give it."""
+    name = type(module).__name__
+    if shared is None:
+        raise _Unsuited(f"{name} does not pass its arguments on to its attention")
+    if attention_mask is not None:
+        raise _Unsuited(f"{name} makes a mask of its own")
+    if {(len(tensor), tensor.shape[2]) for tensor in (query, key, value)} != {(1, _TRIED)}:
+        raise _Unsuited(f"{name} attends over other tokens than its block's")
+    shared.modules.append(module)
+    return value.new_empty(1, _TRIED, query.shape[1], value.shape[3]), None
+
+
+_NAME = attentions.register("drumroll_shared_prompts", _attention)
+_TRIAL = attentions.register("drumroll_shared_prompts_trial", _try)

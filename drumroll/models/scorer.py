@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from drumroll.backends.base import ModelSpec
-from drumroll.errors import RunError, UserError
+from drumroll.errors import UserError
 from drumroll.models import experts, prompts, ulysses, value
 from drumroll.models.blocks import block_forward, tile_mlp
 from drumroll.models.head import target_logprobs
@@ -21,6 +22,7 @@ from drumroll.models.layout import Laid, choose, cut, lay_out, owners
 from drumroll.models.lora import outer_name
 from drumroll.types import MicroBatch
 
+logger = logging.getLogger(__name__)
 # Fields of HF configs by which a model changes its logits after the head, and the values that leave them alone.
 _LOGIT_FIELDS: dict[str, tuple[float | None, ...]] = {
     "final_logit_softcapping": (None,),
@@ -56,20 +58,27 @@ class Scorer(nn.Module):
         self._balance = spec.balance
         if spec.balance:
             experts.check_routers(hf)
-        experts.choose_kernel(hf, spec.compute_dtype, spec.compile)
         self._sequence_group: dist.ProcessGroup | None = None
-        # With routers' logits given, tokens are counted by sample: those of every sample are needed. A packed row needs the masks that
-        # `prompts.install` takes away.
-        alone = self.layout == "packed" or spec.balance
-        self._share_prompts = spec.share_prompts and not alone and prompts.supports(hf, spec.attention)
-        if self._share_prompts:
-            prompts.install(hf)
         self.blocks = find_blocks(hf)
+        self._share_prompts = spec.share_prompts and self._install_sharing(spec)
+        experts.choose_kernel(hf, spec.compute_dtype, spec.compile)
         for block in self.blocks:
             if spec.tile_mlp:
                 tile_mlp(self, block, spec.tile_mlp)
             block.forward = block_forward(self, block, spec.checkpointing, spec.compile)
         self.head.forward = (_value_forward if self._values else _head_forward)(self.head)  # type: ignore[method-assign]
+
+    def _install_sharing(self, spec: ModelSpec) -> bool:
+        """Whether samples share their prompts from now on. See [Note: shared prompts].
+
+        With routers' logits given, tokens are counted by sample: those of every sample are needed. A packed row needs the masks that
+        `prompts.install` takes away.
+        """
+        if self.layout == "packed" or spec.balance or not prompts.supports(self.hf, spec.attention):
+            return False
+        if reason := prompts.install(self.hf, self.blocks):
+            logger.warning("model.share_prompts is without effect on %s: %s", type(self.hf).__name__, reason)
+        return not reason
 
     @property
     def body(self) -> nn.Module:
@@ -147,18 +156,10 @@ class Scorer(nn.Module):
         made = functional_call(self.body, body, (), inputs | routers | attention)
         hidden = made.last_hidden_state.flatten(0, 1)
         if laid.shared is not None:
-            self._check_shared(laid.shared)
-            hidden = prompts.spread(hidden, laid.shared)
+            hidden = prompts.spread(hidden, laid.shared).flatten(0, 1)
         hidden_NH = hidden.index_select(0, laid.index_N)
         logprobs_N, entropy_N = self.head(hidden_NH, _Targets(laid.targets_N, self.temperature, entropy, cast))
         return logprobs_N, entropy_N, made.router_logits if routers else None
-
-    def _check_shared(self, shared: prompts.Shared) -> None:
-        if shared.used != len(self.blocks):
-            raise RunError(
-                f"{type(self.hf).__name__}: {shared.used} of {len(self.blocks)} blocks passed their arguments on to the attention, so that "
-                "samples with the same prompt cannot share it: set model.share_prompts=false"
-            )
 
     def _cast_outside_blocks(self) -> dict[torch.Tensor, torch.Tensor]:
         """Parameter -> its value in the compute dtype, for embedding, norm and head; a tied weight is cast once.

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drumroll.errors import UserError
+from drumroll.models import attention
 from drumroll.models.exchange import exchange
 from drumroll.types import MicroBatch
 
-_NAME = "ulysses"  # of the attention, among those of transformers
 # What models pass to their attention beside its operands that changes nothing here: positions are in the operands, nothing is cached.
 _IDLE = frozenset(
     ("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
@@ -63,11 +63,10 @@ def install(hf: PreTrainedModel, ranks: int) -> None:
         raise UserError(f"sequence_ranks={ranks}: {name} attends in windows (sliding_window={window}): not supported here")
     if found := [kind for kind in _rope_types(fields) if kind in _ROPE_BY_LENGTH]:
         raise UserError(f"sequence_ranks={ranks}: {name} has rope_type={found[0]}, a function of the longest sequence: not supported here")
-    AttentionInterface.register(_NAME, torch.compiler.disable(_attention))
-    AttentionMaskInterface.register(_NAME, _no_mask)
-    hf.set_attn_implementation(_NAME)
-    if hf.config._attn_implementation != _NAME:
-        raise UserError(f"sequence_ranks={ranks}: the attention of {name} cannot be replaced through transformers' AttentionInterface")
+    try:
+        attention.choose(hf, _NAME)
+    except UserError as error:
+        raise UserError(f"sequence_ranks={ranks}: {error}") from error
 
 
 def _rope_types(fields: dict[str, Any]) -> list[str]:
@@ -75,10 +74,6 @@ def _rope_types(fields: dict[str, Any]) -> list[str]:
     found: dict[str, Any] = fields.get("rope_parameters") or {}
     sections = [found, *(section for section in found.values() if isinstance(section, dict))]
     return [section["rope_type"] for section in sections if "rope_type" in section]
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Sequences are kept apart by their lengths."""
 
 
 def _attention(
@@ -179,3 +174,6 @@ def overlaps(of: Sequence[int], by: Sequence[int]) -> list[list[int]]:
     return [
         [max(0, min(first[i + 1], second[j + 1]) - max(first[i], second[j])) for j in range(len(by))] for i in range(len(of))
     ]
+
+
+_NAME = attention.register("drumroll_ulysses", torch.compiler.disable(_attention))  # between the graphs of compiled blocks: it communicates

@@ -10,13 +10,14 @@ from pathlib import Path
 from drumroll import config as configs
 from drumroll.algorithms.presets import resolve
 from drumroll.checkpoint.driver import DriverState, environment
-from drumroll.checkpoint.identity import ELASTIC, FREE, compare_configs, fingerprint, sample_weights
+from drumroll.checkpoint.identity import ELASTIC, FREE, Fingerprint, compare_configs, fingerprint, sample_weights
 from drumroll.checkpoint.store import STEP, Checkpoint, CheckpointStore, Skipped, unheard
 from drumroll.config import RunConfig, WarmupConfig
 from drumroll.errors import RunError, UserError
 from drumroll.models.locate import locate
 from drumroll.observe.run import CONFIG_FILE, SUMMARY_FILE
 from drumroll.observe.summary import read_summary
+from drumroll.pipelines.critic import critic_start
 from drumroll.runtime.local import resolve_device
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -115,12 +116,19 @@ def _resumed(checkpoint: Checkpoint, config: RunConfig, skipped: list[Skipped]) 
         raise RunError(f"of a run with another config: {'; '.join(found.refused)}; give the same values, or another run_dir for a new run")
     folder = start_model(Path(config.run_dir), config)
     _check_reference(Path(config.run_dir), config, folder)
-    checkpoint.check_model(fingerprint(folder))
+    checkpoint.check_model(fingerprint(folder), _critic(config, folder))
     now = environment(resolve_device(config.runtime.device, config.runtime.ranks))
     moved = [f"{key} {old} -> {now.get(key)}" for key, old in state.environment.items() if now.get(key) != old]
     summary = read_summary(Path(config.run_dir) / SUMMARY_FILE)
     finished = summary is not None and summary.status == "completed" and state.step >= config.max_steps
     return Resumed(checkpoint, state, folder, [*found.elastic, *moved], skipped, finished)
+
+
+def _critic(config: RunConfig, policy: Path) -> Fingerprint | None:
+    """Of the folder that a critic begins as, where the run has one; its tensors come from the checkpoint, and have to fit that model."""
+    algorithm = resolve(config.algorithm, config.rollout.max_tokens) if config.algorithm is not None else None
+    start = critic_start(config, algorithm, policy) if algorithm is not None else None
+    return fingerprint(start.folder) if start is not None else None
 
 
 def write_start(config: RunConfig, folder: Path, facts: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import os
 import shutil
 from pathlib import Path
 from typing import IO
@@ -25,8 +26,9 @@ def claim(run_dir: Path) -> IO[bytes]:
 
     On a file system without locks nothing is held.
     """
+    file = run_dir / CONFIG_FILE
     try:
-        held = (run_dir / CONFIG_FILE).open("ab")
+        held = file.open("ab")
     except OSError as error:
         raise _cannot_write(run_dir, error) from error
     try:
@@ -38,7 +40,18 @@ def claim(run_dir: Path) -> IO[bytes]:
         if error.errno not in _NO_LOCKS:
             held.close()
             raise _cannot_write(run_dir, error) from error
+    if not _is_at(held, file):  # renamed between opening and locking: what is held is no longer the run at this path
+        held.close()
+        raise UserError(f"run_dir: another process has just moved {run_dir}; start again, or name another run_dir")
     return held
+
+
+def _is_at(held: IO[bytes], file: Path) -> bool:
+    """Whether the open file is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(held.fileno()), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def make_room(run_dir: Path) -> tuple[IO[bytes], Path | None]:

@@ -41,6 +41,7 @@ class Saver:
     store: CheckpointStore
     model: Fingerprint
     recorder: Recorder
+    critic: Fingerprint | None = None  # of what a critic began as
     last: int = 0  # newest step that is saved
     _under_way: _UnderWay | None = None
 
@@ -61,7 +62,7 @@ class Saver:
         if step <= self.last:
             return
         try:
-            draft = self.store.draft(boundary.state, self.config, self.model, boundary.generators, boundary.of_ranks)
+            draft = self.store.draft(boundary.state, self.config, self.model, boundary.generators, boundary.of_ranks, self.critic)
             policy.save(self.store, draft, self.config.checkpoint.async_save)
         except CannotWrite as error:
             self._failed(step, error)

@@ -94,9 +94,9 @@ class Session:
         if self.config.checkpoint.every:
             model, store = fingerprint(folder), store_of(self.config, self.reached)
             check_metric(self.config)
-            beside = (fingerprint(critic.folder), critic.trainable) if critic is not None else None
-            check_room(self.config, model, store, beside)
-            self.saver = Saver(self.config, store, model, self.recorder)
+            beside = fingerprint(critic.folder) if critic is not None else None
+            check_room(self.config, model, store, (beside, critic.trainable) if beside is not None and critic is not None else None)
+            self.saver = Saver(self.config, store, model, self.recorder, beside)
         self.plan = self._foresee(folder)
         if self.resumed is None:
             write_start(self.config, folder, environment(self._device))

@@ -80,36 +80,40 @@ class Measured:
     peaks: dict[str, int]  # phase -> most bytes at once, what lay there before included
 
 
-def measure(backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, device: torch.device) -> Measured:
-    """Score, train and hand out weights once to warm up, then once under watch. Collective."""
-    micro = micro_batch(batch, device)
+def measure(backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, device: torch.device, group: int = 1) -> Measured:
+    """Score, train and hand out weights once to warm up, then once under watch. Collective. `group`: see `micro_batch`."""
+    micro = micro_batch(batch, device, group)
     for _ in range(2):  # DDP makes its buckets anew after the first step
-        train(backend, batch, micros, device)
+        train(backend, batch, micros, device, group)
         backend.step(0.0)
     peaks: dict[str, int] = {}
     peaks[LOGPROBS] = _watched(backend, device, lambda: backend.logprobs(micro))
-    peaks[TRAIN] = _watched(backend, device, lambda: train(backend, batch, micros, device))
+    peaks[TRAIN] = _watched(backend, device, lambda: train(backend, batch, micros, device, group))
     rest = backend.memory()
     peaks[STEP] = _watched(backend, device, lambda: backend.step(0.0))
     peaks[PUSH] = _watched(backend, device, lambda: [len(bucket) for bucket in backend.weights(dtype)])
     return Measured(rest, peaks)
 
 
-def micro_batch(batch: Batch, device: torch.device) -> MicroBatch:
-    """Random-looking tokens; the last `batch.targets` of each row are targets."""
+def micro_batch(batch: Batch, device: torch.device, group: int = 1) -> MicroBatch:
+    """Random-looking tokens; the last `batch.targets` of each row are targets; `group` rows each have a prompt in common."""
     ends = torch.arange(1, batch.rows + 1) * batch.length
     positions = (ends[:, None] - batch.targets + torch.arange(batch.targets)).flatten()
+    prompt, owners = batch.length - batch.targets, torch.arange(batch.rows) // group * group
+    token_ids = (torch.arange(batch.rows * batch.length) * 7 % 31).view(batch.rows, batch.length)
+    token_ids[:, :prompt] = token_ids[owners, :prompt]
     return MicroBatch(
-        token_ids=(torch.arange(batch.rows * batch.length) * 7 % 31).to(device),
+        token_ids=token_ids.flatten().to(device),
         lengths=[batch.length] * batch.rows,
         target_positions=positions.to(device),
         target_lengths=torch.full((batch.rows,), batch.targets, device=device),
+        prompts=[(prompt, owner) for owner in owners.tolist()],
     )
 
 
-def train(backend: Backend, batch: Batch, micros: int, device: torch.device) -> None:
+def train(backend: Backend, batch: Batch, micros: int, device: torch.device, group: int = 1) -> None:
     """Forward and backward of all micro-batches, without the step. Collective."""
-    micro = micro_batch(batch, device)
+    micro = micro_batch(batch, device, group)
     for index in range(micros):
         backend.forward_backward(micro, _loss, Denominators(1, 1, 1), last=index == micros - 1)
 

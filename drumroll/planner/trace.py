@@ -22,17 +22,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from drumroll.backends.base import ModelSpec
-from drumroll.models import build, dispatch
+from drumroll.models import attention, build, dispatch
 from drumroll.models.dispatch import Trip
 from drumroll.models.head import chunk_rows
 from drumroll.models.scorer import Scorer
 from drumroll.types import MicroBatch
 
-_PLAIN = "drumroll_plain"  # a fused causal kernel without a mask
+_PLAIN = attention.register("drumroll_plain", sdpa_attention_forward)  # a fused causal kernel without a mask
 _CHUNKS = 2  # of the head, traced; the others would be like them
 
 
@@ -259,11 +258,3 @@ def _marked(scorer: Scorer) -> Iterator[Live]:
 
 def _forget(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-AttentionInterface.register(_PLAIN, sdpa_attention_forward)
-AttentionMaskInterface.register(_PLAIN, _no_mask)

@@ -21,7 +21,7 @@ from drumroll import plugins
 from drumroll.backends.base import KINDS, Backend, LoraSpec, ModelSpec, OptimSpec, RankContext, StepResult
 from drumroll.checkpoint import rng
 from drumroll.checkpoint.store import Checkpoint, CheckpointStore
-from drumroll.config import LoraConfig, RunConfig
+from drumroll.config import LoraConfig, ModelConfig, RunConfig
 from drumroll.engines.base import Completion, Engine, EngineSpec, GenerateRequest
 from drumroll.errors import RunError
 from drumroll.models.export import save_adapter, save_folder
@@ -301,25 +301,32 @@ def _commit(written: Sequence[Future[None]], commit: Callable[[], Path] | None) 
 
 
 def model_spec(config: RunConfig, folder: Path, device: torch.device) -> ModelSpec:
-    """How policy and reference compute; `auto` is bfloat16 on a GPU and float32 on a CPU."""
-    if config.model.dtype == "auto":
+    """How policy and reference compute."""
+    return replace(
+        spec_of(config.model, folder, device, config.seed),
+        temperature=config.rollout.temperature if config.pipeline == "rl" else 1.0,
+        balance=config.train.router_aux_coef > 0,
+    )
+
+
+def spec_of(model: ModelConfig, folder: Path, device: torch.device, seed: int = 0) -> ModelSpec:
+    """What a recipe's section `model` alone says; `auto` is bfloat16 on a GPU and float32 on a CPU. `seed`: of the run."""
+    if model.dtype == "auto":
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     else:
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     return ModelSpec(
         path=str(folder),
         compute_dtype=dtype,
-        temperature=config.rollout.temperature if config.pipeline == "rl" else 1.0,
-        trainable=config.model.trainable,
-        lora=lora_spec(config.model.lora, config.seed) if config.model.lora is not None else None,
-        layout=config.model.layout,
-        attention=config.model.attention,
-        checkpointing=config.model.checkpointing,
-        compile=config.model.compile,
-        share_prompts=config.model.share_prompts,
-        tile_mlp=config.model.tile_mlp,
-        balance=config.train.router_aux_coef > 0,
-        trust_remote_code=config.model.trust_remote_code,
+        trainable=model.trainable,
+        lora=lora_spec(model.lora, seed) if model.lora is not None else None,
+        layout=model.layout,
+        attention=model.attention,
+        checkpointing=model.checkpointing,
+        compile=model.compile,
+        share_prompts=model.share_prompts,
+        tile_mlp=model.tile_mlp,
+        trust_remote_code=model.trust_remote_code,
     )
 
 

@@ -19,7 +19,7 @@ SCALES = (1.0, 0.05, 2.0)  # of the loss: with the limit that the suite sets, th
 
 _COUNT = 9
 _WITHOUT_TARGETS = 5  # index of a sample that carries no loss
-_SHARING = {4: 0, 6: 2, 7: 3}  # samples that begin with the prompt of another, which is in the same micro-batch in some split
+_SHARING = {4: 0, 6: 2, 7: 1}  # samples that begin with the prompt of another: on 1 to 4 ranks one is with it in some micro-batch
 POISON = 8  # index of the sample that a poisoned step makes NaN
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ValidationError
 
 from drumroll import plugins
 from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.config import ModelConfig
 from drumroll.errors import UserError
+from drumroll.runtime.worker import spec_of
 from drumroll.verify import subjects, variants
 from drumroll.verify.batches import POISONED, SPLITS, WHOLE
 from drumroll.verify.cell import Cell
@@ -31,7 +34,8 @@ from drumroll.verify.variants import AS_IS, COMMON, Variant
 
 TIMEOUT_S = 60.0  # of one scenario on the suite's own models
 TIMEOUT_OWN_MODEL_S = 600.0
-MODEL = ModelSpec("", temperature=0.7)
+# As a recipe that says nothing of it computes, in float32; at a temperature that has to be seen.
+MODEL = replace(spec_of(ModelConfig(path=""), Path(), torch.device("cpu")), temperature=0.7)
 # Not the defaults, so that a backend which has them built in is seen. Clip and epsilon fit the model: see `Specification.case`.
 OPTIM = OptimSpec(betas=(0.8, 0.95), weight_decay=0.1)
 

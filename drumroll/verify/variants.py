@@ -44,10 +44,10 @@ AS_IS = Variant(name="as it is", scenarios=EVERYTHING, splits=SPLITS)
 _STATE = (Probe.train, Probe.checkpoint)
 
 COMMON = (
-    Variant(name="one rank", ranks=1, splits=(WHOLE,)),
+    Variant(name="one rank", ranks=1, model={"share_prompts": False}, splits=(WHOLE,)),  # shared, not every bit is the specification's
     Variant(name="bfloat16", model={"compute_dtype": torch.bfloat16}, scenarios=_STATE),
-    Variant(name="packed layout", model={"layout": "packed", "share_prompts": True}),  # as runs ask for it: without effect here
-    Variant(name="shared prompts", model={"share_prompts": True}),
+    Variant(name="packed layout", model={"layout": "packed"}),
+    Variant(name="every prompt computed", model={"share_prompts": False}),
     Variant(name="checkpointing: full", model={"checkpointing": "full"}),
     Variant(name="checkpointing: selective", model={"checkpointing": "selective"}),
     Variant(name="checkpointing: off-loaded", model={"checkpointing": "offload"}),
@@ -103,6 +103,7 @@ def specified(model: ModelSpec, optim: OptimSpec) -> tuple[ModelSpec, OptimSpec]
         temperature=model.temperature,
         trainable=model.trainable,
         head=model.head,
+        share_prompts=False,
         lora=model.lora,
         trust_remote_code=model.trust_remote_code,
     )

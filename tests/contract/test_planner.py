@@ -27,6 +27,7 @@ from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
 
 REST, PEAK = 0.05, 0.15  # shares that are allowed
+SHARED = 0.25  # that a plan may be above what is measured where prompts are shared: it counts every prompt
 ADAMW, BATCH = OptimSpec(), Batch(rows=6, length=64, targets=40)
 RECIPE_7B = Path("recipes/qwen2.5_7b_dapo.yaml")
 QWEN_7B = {  # Qwen/Qwen2.5-7B
@@ -47,9 +48,11 @@ class Case:
     optim: OptimSpec = ADAMW
     batch: Batch = BATCH
     micros: int = 2
+    group: int = 1  # rows that have a prompt in common
 
 
 PLAIN = [Case(name) for name in plugins.names("backends") if name != plugins.SPECIFICATION_BACKEND]
+SHARING = [Case(plugins.SPECIFICATION_BACKEND, group=2), Case(plugins.SPECIFICATION_BACKEND, group=6)]
 FULL = {"checkpointing": "full"}
 BF16 = {"compute_dtype": torch.bfloat16}
 VARIANTS = [
@@ -77,7 +80,7 @@ def watch(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[Measur
     for case in cases:
         spec = ModelSpec(str(folder), **case.spec)
         backend = runs.start(rank, ranks, case.name, case.options, spec, case.optim)
-        found.append(measure(backend, case.batch, case.micros, spec.compute_dtype, runs.CPU))
+        found.append(measure(backend, case.batch, case.micros, spec.compute_dtype, runs.CPU, case.group))
         backend.close()
         del backend
         gc.collect()  # what is freed late would be counted with the next case
@@ -100,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(1, [Case(plugins.SPECIFICATION_BACKEND), *PLAIN], id="1"),
+        pytest.param(1, [Case(plugins.SPECIFICATION_BACKEND), *PLAIN, *SHARING], id="1"),
         pytest.param(2, PLAIN, id="2"),
         pytest.param(2, VARIANTS, id="2 with options"),
         pytest.param(4, PLAIN + IN_FOURS, id="4"),
@@ -123,7 +126,7 @@ def test_planned_is_measured_where_ranks_share_experts(tmp_path: Path) -> None:
 
 
 def assert_planned_is_measured(ranks: int, cases: list[Case], folder: Path) -> None:
-    """Persistent state within 5 %, the peak of every phase within 15 %, on the fullest rank."""
+    """Persistent state within 5 %, the peak of every phase within 15 %, on the fullest rank; shared prompts take no more than planned."""
     by_rank = run_ranks(watch, ranks, cases, folder, timeout=240.0)
     wrong: list[str] = []
     for index, case in enumerate(cases):
@@ -131,15 +134,16 @@ def assert_planned_is_measured(ranks: int, cases: list[Case], folder: Path) -> N
         scene = foresee(case, ranks, folder)
         state = {"parameter": scene.state.parameter, "gradient": scene.state.gradient, "optimizer": scene.state.optimizer}
         peaks = {phase.name: phase.total for phase in phases(scene)}
-        wrong += [off for kind in state if (off := beyond(case, kind, state[kind], found.rest[kind], REST))]
+        wrong += [off for kind in state if (off := beyond(case, kind, state[kind], found.rest[kind], REST, REST))]
         phase_names = (LOGPROBS, TRAIN, STEP, PUSH)
-        wrong += [off for name in phase_names if (off := beyond(case, name, peaks[name], found.peaks[name], PEAK))]
+        over, under = (PEAK, PEAK) if case.group == 1 else (SHARED, 0.01)
+        wrong += [off for name in phase_names if (off := beyond(case, name, peaks[name], found.peaks[name], over, under))]
     assert not wrong, "\n".join(wrong)
 
 
-def beyond(case: Case, what: str, planned: int, measured: int, share: float) -> str:
-    """What is wrong, in words; empty where it is not."""
-    return f"{case}, {what}: planned {planned}, measured {measured}" if abs(planned - measured) > share * measured else ""
+def beyond(case: Case, what: str, planned: int, measured: int, over: float, under: float) -> str:
+    """What is wrong, in words; empty where it is not. Shares of what was measured by which it may be planned higher, and lower."""
+    return f"{case}, {what}: planned {planned}, measured {measured}" if not -under <= planned / measured - 1.0 <= over else ""
 
 
 def test_seven_billion_parameters_on_up_to_1024_ranks_in_a_minute(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,13 +17,17 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 from typer.testing import CliRunner
 
+from drumroll import config as configs
 from drumroll import plugins
 from drumroll.backends.base import ModelSpec, OptimSpec
 from drumroll.cli import app
 from drumroll.errors import UserError
+from drumroll.models.layout import lay_out
 from drumroll.observe.checks import CheckRow, read_rows, write_rows
+from drumroll.packing import collate
+from drumroll.runtime.worker import model_spec
 from drumroll.verify import command, subjects, suite, variants
-from drumroll.verify.batches import POISONED, SPLITS, STEPS, plan, samples
+from drumroll.verify.batches import POISONED, SPLITS, STEPS, Split, plan, samples
 from drumroll.verify.probe import BESIDE, FOREIGN_STEP, FOREIGN_WEIGHTS, SENT_AGAIN, Probe
 from drumroll.verify.rows import NOT_APPLICABLE, Labels
 from drumroll.verify.suite import Prepared, Setup
@@ -343,11 +347,34 @@ def test_variants_of_options_are_booleans_literals_and_examples_one_at_a_time() 
 
 
 def test_what_the_specification_computes_is_the_mathematics_alone() -> None:
-    plain = ModelSpec("m", compute_dtype=torch.bfloat16, trainable=("norm",))
-    asked = replace(plain, layout="packed", checkpointing="full", compile=True, tile_mlp=8)
+    plain = ModelSpec("m", compute_dtype=torch.bfloat16, trainable=("norm",), share_prompts=False)
+    asked = replace(plain, share_prompts=True, layout="packed", checkpointing="full", compile=True, tile_mlp=8)
     model, optim = variants.specified(asked, OptimSpec(name="muon", offload=True, weight_decay=0.5))
     assert model == plain
     assert optim == OptimSpec(name="muon", weight_decay=0.5)
+
+
+def test_what_is_verified_is_what_a_recipe_runs_that_says_nothing_else() -> None:
+    """Not one field of a `ModelSpec` is another in the suite than in such a run, nor where a test says nothing of it."""
+    recipe = configs.parse(
+        {"pipeline": "sft", "max_steps": 1, "run_dir": "r", "model": {"path": "m"}, "data": {"train": {"task": "sort"}},
+         "backend": {"name": plugins.SPECIFICATION_BACKEND}}
+    )  # fmt: skip
+    runs = model_spec(recipe, Path("m"), torch.device("cpu"))
+    assert runs == ModelSpec("m") == replace(suite.MODEL, path="m", temperature=1.0)
+    assert runs.share_prompts
+    assert [v.name for v in COMMON if not v.model.get("share_prompts", True)] == ["one rank", "every prompt computed"]
+
+
+@pytest.mark.parametrize(("ranks", "splits"), [(1, SPLITS[::3]), (2, [*SPLITS[:2], SPLITS[3]]), (3, SPLITS[:1]), (4, SPLITS[:2])])
+def test_prompts_are_shared_on_some_rank_in_every_step(ranks: int, splits: list[Split]) -> None:
+    """On two ranks in each split that a variant trains on, so that a backend which cannot do it is seen."""
+    for split in splits:
+        for step in range(STEPS):
+            made = samples(step, 67)
+            parts = [part for rank in range(ranks) for part in plan(split, rank, ranks)]
+            laid = [lay_out(collate([made[index] for index in part]), "rows", share_prompts=True) for part in parts]
+            assert any(one.shared is not None and one.shared.real_QC.any() for one in laid), (split, step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9, 12])

@@ -15,6 +15,7 @@ import torch
 from drumroll import config as configs
 from drumroll.algorithms.presets import resolve as resolve_algorithm
 from drumroll.backends.state import read as read_checkpoint
+from drumroll.checkpoint import manifest
 from drumroll.checkpoint.store import Checkpoint
 from drumroll.config import RunConfig
 from drumroll.errors import UserError
@@ -124,6 +125,24 @@ def test_resume_is_exact_for_both(folder: Path, straight: Path) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert ends[0].state().critic_applied_steps == 2 * STEPS
     assert ends[0].state().applied_steps == 2 * (STEPS - 1)
+
+
+def test_a_critic_that_began_as_another_model_is_no_critic_of_this_run(folder: Path, straight: Path) -> None:
+    """By its own config and shapes, as the policy is; a checkpoint of before they were written down goes on."""
+    run = run_config(folder, folder / "another critic")
+    shutil.copytree(straight, run.run_dir)
+    place = Path(run.run_dir) / "checkpoints" / "step-00000002"
+    file = place / "critic.json"
+    row = json.loads(file.read_text())
+    row["config"]["hidden_size"] += 8
+    file.write_text(json.dumps(row))
+    manifest.write(place)
+    with pytest.raises(UserError, match=r"step-00000002: of another critic: config\.json hidden_size: \d+ -> \d+"):
+        resume.find(run, place)
+    file.unlink()
+    manifest.write(place)
+    found = resume.find(run, place)
+    assert found is not None and found.exact
 
 
 def test_another_backend_goes_on_with_the_same_numbers(folder: Path, straight: Path) -> None:

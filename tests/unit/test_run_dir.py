@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,29 @@ def test_one_process_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another process"):
         claim(run_dir)
     held.close()
+
+
+@pytest.mark.parametrize("there", ["nothing", "another run"])
+def test_a_directory_that_moves_between_opening_and_locking_is_not_held(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another process puts this run aside in that moment: the lock would be on what was put aside."""
+    run_dir = tmp_path / "run"
+    make_room(run_dir)[0].close()
+    flock = fcntl.flock
+
+    def moved_first(*args: Any) -> None:
+        if not (tmp_path / "run.1").exists():
+            run_dir.rename(tmp_path / "run.1")
+            if there == "another run":
+                make_room(run_dir)[0].close()
+        flock(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", moved_first)
+        with pytest.raises(UserError, match=rf"run_dir: another process has just moved {run_dir}; start again"):
+            claim(run_dir)
+    claim(tmp_path / "run.1").close()  # nothing of it is still held
 
 
 def test_behind_a_link_it_is_the_directory_that_is_kept_made_new_and_put_back(tmp_path: Path) -> None:

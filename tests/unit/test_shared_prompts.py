@@ -1,5 +1,7 @@
 """A prompt that several samples have is computed once, and nothing else changes: [Note: shared prompts] in drumroll/models/prompts.py."""
 
+from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo as dynamo
+from torch import nn
 from transformers import AutoModelForCausalLM as Auto
-from transformers import DogeConfig
+from transformers import DiffLlamaConfig, DogeConfig, LlamaConfig, NemotronConfig, PreTrainedModel
 
 from drumroll.errors import RunError
 from drumroll.models import prompts
 from drumroll.models.layout import lay_out
-from drumroll.models.scorer import Scorer
+from drumroll.models.scorer import Scorer, find_blocks
 from drumroll.packing import collate
 from drumroll.types import TrainSample
 from tests import scorer_models as models
@@ -44,9 +47,11 @@ def test_by_hand() -> None:
     assert laid.shared is not None
     assert laid.input_ids_BL.tolist() == [[5, 6, 7, 8, 4, 3, 2]]
     assert laid.position_ids_BL.tolist() == [[0, 1, 2, 3, 0, 3, 4]]
-    assert laid.shared.token_BL.view(3, 5).tolist() == [[0, 1, 2, 3, 3], [4, 4, 4, 4, 4], [0, 1, 2, 5, 6]]
+    assert laid.shared.token_BL.tolist() == [[0, 1, 2, 3, 3], [4, 4, 4, 4, 4], [0, 1, 2, 5, 6]]
     assert laid.shared.place_U.tolist() == [0, 1, 2, 3, 5, 13, 14]
-    assert [(rows.tolist(), first, length) for rows, first, length in laid.shared.copies] == [([2], 0, 3)]
+    assert laid.shared.token_Q.tolist() == [0, 0, 0, 1, 2]
+    assert laid.shared.copy_QC.tolist() == [[0], [0], [10], [11], [12]]
+    assert laid.shared.real_QC.tolist() == [[False]] * 2 + [[True]] * 3
     plain = lay_out(micro, "rows")
     assert torch.equal(laid.index_N, plain.index_N) and torch.equal(laid.targets_N, plain.targets_N)
 
@@ -62,11 +67,11 @@ def test_gradients_of_copies_are_added_up() -> None:
     shared = lay_out(collate(groups()), "rows", share_prompts=True).shared
     assert shared is not None
     tokens = torch.randn(len(shared.place_U), 3, dtype=torch.float64, requires_grad=True)
-    columns = torch.arange(len(shared.token_BL) // shared.rows)
-    real_BL = torch.cat([columns < len(s.token_ids) - 1 for s in groups()])
-    weights = torch.randn(len(shared.token_BL), 3, dtype=torch.float64) * real_BL[:, None]
+    columns = torch.arange(shared.token_BL.shape[1])
+    real_BL = torch.stack([columns < len(s.token_ids) - 1 for s in groups()])
+    weights = torch.randn(*shared.token_BL.shape, 3, dtype=torch.float64) * real_BL[..., None]
     (prompts.spread(tokens, shared) * weights).sum().backward()
-    expected = torch.zeros_like(tokens).index_add_(0, shared.token_BL, weights)
+    expected = torch.zeros_like(tokens).index_add_(0, shared.token_BL.flatten(), weights.flatten(0, 1))
     assert tokens.grad is not None
     torch.testing.assert_close(tokens.grad, expected, rtol=1e-14, atol=1e-14)
 
@@ -92,7 +97,10 @@ def outcome(scorer: Scorer, batch: list[TrainSample]) -> tuple[torch.Tensor, tor
     ],
 )
 def test_numbers_are_those_of_whole_samples(family: str, spec: dict[str, Any], tmp_path: Path) -> None:
-    plain, sharing = both(models.make(family, tmp_path), **spec)
+    assert_alike(*both(models.make(family, tmp_path), **spec))
+
+
+def assert_alike(plain: Scorer, sharing: Scorer) -> None:
     expected, found = outcome(plain, groups()), outcome(sharing, groups())
     for one, other in zip(expected[:2], found[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
@@ -112,11 +120,11 @@ def test_fewer_tokens_are_computed(tmp_path: Path) -> None:
     assert seen == [own_prompts + responses + ends_in_its_prompt]
 
 
-def test_blocks_are_compiled_once_whatever_is_shared(tmp_path: Path) -> None:
-    """One prompt, two, three: the same graphs. Past a few versions torch would give up and not compile at all."""
+def test_blocks_are_compiled_once_and_whole_whatever_is_shared(tmp_path: Path) -> None:
+    """One prompt, two, three, in either block: the same graph, attention in it. Past a few versions torch would not compile at all."""
     scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
     for block in scorer.blocks:
-        block.forward = torch.compile(block.forward, backend="eager", dynamic=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, backend="eager", dynamic=True, fullgraph=True)  # type: ignore[method-assign]
     dynamo.reset()
     graphs = []
     for count in (1, 2, 3):
@@ -124,8 +132,7 @@ def test_blocks_are_compiled_once_whatever_is_shared(tmp_path: Path) -> None:
         batch = [sample([prompt, *range(3, 12)], [answer, answer + 1]) for prompt in range(3, 3 + count) for answer in range(5, 9)]
         outcome(scorer, batch)
         graphs.append(dynamo.utils.counters["stats"]["unique_graphs"] - before)
-    assert graphs[0] > 0
-    assert graphs[1:] == [0, 0]
+    assert graphs == [1, 0, 0]
 
 
 def test_another_sample_changes_nothing(tmp_path: Path) -> None:
@@ -172,16 +179,65 @@ def test_a_model_that_builds_on_the_mask_keeps_it(tmp_path: Path) -> None:
     assert torch.equal(plain(collate(groups()))[0], asked(collate(groups()))[0])
 
 
-def test_a_model_that_does_not_pass_its_arguments_on_is_found_out(tmp_path: Path) -> None:
-    scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
-    attention = attrgetter("layers.1.self_attn")(scorer.body)
-    plain = attention.forward
-    attention.forward = lambda *args, shared=None, **kwargs: plain(*args, **kwargs)
-    with pytest.raises(RunError, match=r"1 of 2 blocks passed .* set model\.share_prompts=false"):
-        scorer(collate(groups()))
+def bare() -> PreTrainedModel:
+    """A llama of two blocks without weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = Auto.from_config(LlamaConfig(**models._SHAPE), dtype=torch.float32)
+    return model
 
 
-def test_a_mask_that_a_model_makes_is_not_passed_over(tmp_path: Path) -> None:
+def wrap(hf: PreTrainedModel, attend: Callable[..., Any]) -> str:
+    """Let the attention of the second block be called through `attend(plain, ...)`; what a trial says of it."""
+    attention = attrgetter("layers.1.self_attn")(hf.base_model)
+    attention.forward = partial(attend, attention.forward)
+    return prompts.install(hf, find_blocks(hf))
+
+
+MASK, OTHER = torch.ones(1, dtype=torch.bool, device="meta"), torch.empty(1, 3, 32, device="meta")
+UNSUITED: dict[str, Callable[..., Any]] = {
+    "does not pass its arguments on to its attention": lambda plain, *args, shared, **others: plain(*args, **others),
+    "makes a mask of its own": lambda plain, *args, attention_mask, **others: plain(*args, attention_mask=MASK, **others),
+    "attends over other tokens than its block's": lambda plain, hidden_states, position_embeddings, **others: plain(
+        OTHER, tuple(part[:, :3] for part in position_embeddings), **others
+    ),
+    "expected every block, and nothing else, to call its attention": lambda plain, hidden_states, **others: (hidden_states, None),
+    "cannot be tried without values": lambda plain, hidden_states, **others: plain(hidden_states * hidden_states.sum().item(), **others),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUITED)
+def test_what_cannot_be_shared_is_found_before_there_are_weights(reason: str) -> None:
+    """And keeps the attention that it had."""
+    hf = bare()
+    assert reason in wrap(hf, UNSUITED[reason])
+    assert hf.config._attn_implementation == "sdpa"
+
+
+def test_what_falls_back_computes_every_prompt_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nemotron's blocks keep the arguments to themselves."""
+    model = Auto.from_config(NemotronConfig(**models._SHAPE, head_dim=8), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    plain, asked = both(tmp_path)
+    assert "model.share_prompts is without effect on NemotronForCausalLM: NemotronAttention does not pass its arguments on" in caplog.text
+    assert torch.equal(plain(collate(groups()))[0], asked(collate(groups()))[0])
+
+
+def test_two_attentions_a_block_share_as_one_does(tmp_path: Path) -> None:
+    """DiffLlama's blocks call theirs twice (its first block, which has a share of its own, too)."""
+    torch.manual_seed(0)
+    model = Auto.from_config(DiffLlamaConfig(**models._SHAPE), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert_alike(*both(tmp_path))
+
+
+def test_a_convolution_looks_at_other_tokens_too() -> None:
+    hf = bare()
+    assert prompts.supports(hf, "sdpa")
+    attrgetter("layers.0")(hf.base_model).conv = nn.Conv1d(32, 32, 3)
+    assert not prompts.supports(hf, "sdpa")
+
+
+def test_a_mask_that_comes_late_is_not_passed_over(tmp_path: Path) -> None:
     scorer = models.scorer(models.make("llama", tmp_path), share_prompts=True)
     attention = attrgetter("layers.1.self_attn")(scorer.body)
     plain = attention.forward
