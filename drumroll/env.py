@@ -21,8 +21,13 @@ def read() -> Env:
 
 
 def use_loopback_for_collectives() -> None:
-    """Let gloo connect ranks of one machine over loopback, whatever the host name resolves to. Before the process group exists."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    """Let gloo and nccl connect ranks of one machine over loopback, whatever the host name resolves to. Before the process group exists.
+
+    nccl finds its peers so; what GPUs of one machine send each other takes another way.
+    """
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
 def keep_vllm_in_process() -> None:

@@ -183,7 +183,8 @@ class TorchBackend:
     def _full(self, names: list[str], dtype: torch.dtype, apart: bool) -> list[NamedTensor]:
         weights = {name: self._parameters[name] for name in names}
         merged = self._merged(weights, apart)
-        parts = [merged.get(name, self._division.held(parameter).local).to(dtype) for name, parameter in weights.items()]
+        held = [merged.get(name, self._division.held(parameter).local) for name, parameter in weights.items()]
+        parts = [part.to(self._ctx.device).to(dtype) for part in held]  # in this order: off-loaded ones are cast and gathered by the device
         return list(zip(names, self._division.whole(list(weights.values()), parts), strict=True))
 
     def _merged(self, weights: Mapping[str, nn.Parameter], apart: bool) -> dict[str, torch.Tensor]:
@@ -216,7 +217,7 @@ class TorchBackend:
         piece = owned.local
         if merged is not None:
             piece = merged.reshape(-1).narrow(0, owned.start - self._division.held(parameter).start, piece.numel())
-        return digest(piece.to(dtype), owned.start)
+        return digest(piece.to(self._ctx.device).to(dtype), owned.start)
 
     def _add_up(self, parts: list[int]) -> list[int]:
         """Sums modulo 2^64 over the ranks that hold the other pieces."""

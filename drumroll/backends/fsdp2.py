@@ -138,6 +138,7 @@ class Fsdp2Placement:
                 made.set_custom_reduce_scatter(RingReduceScatter())
         _prefetch([unit for unit in self._units if unit is not root], options.prefetch_forward, options.prefetch_backward)
         build.materialise(scorer, torch.device("cpu") if options.offload else ctx.device)
+        build.move_buffers(scorer, ctx.device)  # torch copies off-loaded parameters to the device for use, and nothing else
         for sharded in self._sharded():  # rows are padded now, not at the first forward, when the optimizer has the old ones in its hands
             sharded.reset_sharded_param()
         self.division: Division = HeldRows(rows, _expert_cuts(experts, Rows(expert_mesh, 2, rows.group)) if experts else {})

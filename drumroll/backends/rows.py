@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# torch 2.11 has the old name only; later ones warn of it. Not into a list of tensors: nccl gathers those into one of its own first.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 class Rows:
     """The cut over the last `cuts` dimensions of `mesh`; tensors are replicated over the dimensions before them.
@@ -75,9 +78,10 @@ def gather(pieces: Sequence[torch.Tensor], cuts: Sequence[Cut]) -> list[torch.Te
     widest = sum(numel for _, numel in bounds[0])  # rank 0 owns most of every tensor
     mine = torch.zeros(widest, dtype=flat[0].dtype, device=flat[0].device)
     mine[: sum(piece.numel() for piece in flat)] = torch.cat(flat)
-    everybodys = list(torch.empty(ranks, widest, dtype=mine.dtype, device=mine.device).unbind())
-    dist.all_gather(everybodys, mine, group=group)
-    by_rank = [row[: sum(sizes)].split(sizes) for row, sizes in ((r, [n for _, n in b]) for r, b in zip(everybodys, bounds, strict=True))]
+    everybodys = torch.empty(ranks * widest, dtype=mine.dtype, device=mine.device)
+    _all_gather(everybodys, mine, group=group)
+    rows = everybodys.view(ranks, widest).unbind()
+    by_rank = [row[: sum(sizes)].split(sizes) for row, sizes in ((r, [n for _, n in b]) for r, b in zip(rows, bounds, strict=True))]
     wholes = []
     for index, cut in enumerate(cuts):
         in_order = sorted(range(ranks), key=lambda rank: bounds[rank][index])

