@@ -117,12 +117,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_words(how: str, words: str,
 
 def test_a_rank_that_hangs_ends_the_run_at_the_deadline_with_all_stacks(tmp_path: Path) -> None:
     """On the command line: exit code, message, `stacks.txt`, and nothing left of the process group."""
-    config = run_config(RL, tmp_path / "run", engine=faulty("hang"), runtime=RL["runtime"] | {"timeout_s": 40})
+    config = run_config(RL, tmp_path / "run", engine=faulty("hang"), runtime=RL["runtime"] | {"timeout_s": 30})
     with running("train", dumped(config, tmp_path / "recipe.yaml")) as process:
         output, _ = process.communicate(timeout=200)
         assert_group_is_gone(process)
     assert process.returncode == 1, output
-    assert re.search(r"failed: rank 1 failed first:\nsilent for 40 s .*Worker\.generate: no answer from ranks \[1\]", output), output
+    assert re.search(r"failed: rank 1 failed first:\nsilent for 30 s .*Worker\.generate: no answer from ranks \[1\]", output), output
     assert re.search(r"rank 1: _fail \(faulty_engine\.py:\d+\) < generate", output), output
     stacks = (tmp_path / "run" / "stacks.txt").read_text()
     assert all(f"== {who}\n" in stacks for who in ("rank 0", "rank 1", "driver")) and "faulty_engine.py" in stacks
@@ -162,7 +162,7 @@ def test_restarts_are_counted_noted_and_give_the_same_numbers(
     how: str, straight: tuple[list[Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 1 fails once in step 3; the checkpoint of step 2 may be there or still being written."""
-    runtime = RL["runtime"] | {"max_restarts": 2, "timeout_s": 30}
+    runtime = RL["runtime"] | {"max_restarts": 2, "timeout_s": 15}
     rl.train(run_config(RL, tmp_path / "run", engine=faulty(how, tmp_path / "once"), runtime=runtime))
     assert numbers(tmp_path / "run") == straight[0]
     [event] = read_events(tmp_path / "run")
