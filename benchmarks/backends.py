@@ -36,7 +36,8 @@ from drumroll.backends.base import Backend, ModelSpec, OptimSpec, RankContext
 from drumroll.config import AlgorithmConfig, KLConfig
 from drumroll.models.locate import locate
 from drumroll.observe.checks import CheckRow, at_least, at_most, measured
-from drumroll.runtime.local import Ranks, launch
+from drumroll.runtime.local import launch
+from drumroll.runtime.ranks import Ranks
 from drumroll.types import TrainSample
 
 TOKENS, ROWS, MICROS = 96, 8, 2  # of a sample, samples of a micro-batch, micro-batches of a rank and step

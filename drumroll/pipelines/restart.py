@@ -11,7 +11,7 @@ from collections.abc import Callable
 from drumroll.config import RunConfig
 from drumroll.errors import UserError
 from drumroll.pipelines.resume import Resumed, find
-from drumroll.runtime.local import RankFailure
+from drumroll.runtime.failure import RankFailure
 
 Attempt = Callable[[Resumed | None, str], None]  # where it goes on from; which restart this is and why, or nothing
 

@@ -35,7 +35,7 @@ from drumroll.rewards.base import RewardSet
 from drumroll.rollout import sampling
 from drumroll.rollout.rollouter import Rollouter
 from drumroll.rollout.samples import from_groups, minibatches, with_advantages
-from drumroll.runtime.critic import Critic
+from drumroll.runtime.learner import Learner, critic_learner
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
 from drumroll.runtime.policy import Policy
@@ -64,7 +64,7 @@ def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed |
         where = config.runtime
         with launch(partial(Worker, spec=spec), where.ranks, where.device, where.timeout_s, in_process=not where.max_restarts) as ranks:
             total = partial(total_optimizer_steps, config, algorithm)
-            critic = Critic(ranks, config, algorithm.critic, total("critic")) if start is not None else None
+            critic = critic_learner(ranks, config, algorithm.critic, total("critic")) if start is not None else None
             policy = Policy(ranks, config, total("policy"), critic)
             rollouter = Rollouter(policy.generate, rewards, session.timer)
             evaluator = Evaluator(config, folder, rollouter) if config.data.eval is not None else None
@@ -165,16 +165,16 @@ def score(samples: list[TrainSample], policy: Policy, algorithm: Algorithm) -> l
     if algorithm.needs_reference:
         samples = [replace(s, ref_logprobs=scores) for s, scores in zip(samples, policy.logprobs("reference", samples), strict=True)]
     if policy.critic is not None:
-        samples = [replace(s, values=values) for s, values in zip(samples, policy.critic.values(samples), strict=True)]
+        samples = [replace(s, values=values) for s, values in zip(samples, policy.critic.scores(Worker.values, samples), strict=True)]
     return samples
 
 
-def update(learner: Policy | Critic, samples: Sequence[TrainSample], loss: LossFn, algorithm: Algorithm) -> list[StepStats]:
+def update(learner: Policy | Learner, samples: Sequence[TrainSample], loss: LossFn, algorithm: Algorithm) -> list[StepStats]:
     """The optimizer steps of one rollout batch: mini-batches of whole groups, each with its own denominators; every epoch the same ones."""
     return [learner.step(batch, loss) for _ in range(algorithm.epochs) for batch in minibatches(samples, algorithm.minibatches)]
 
 
-def learn(critic: Critic | None, samples: Sequence[TrainSample], algorithm: Algorithm) -> metrics.CriticFacts | None:
+def learn(critic: Learner | None, samples: Sequence[TrainSample], algorithm: Algorithm) -> metrics.CriticFacts | None:
     """The critic's own optimizer steps, on the mini-batches that the policy has."""
     if critic is None:
         return None

@@ -39,7 +39,8 @@ from drumroll.pipelines.saving import Boundary, Saver
 from drumroll.pipelines.signals import Signals
 from drumroll.planner.forecast import Forecast, forecast
 from drumroll.rewards.failure import RewardFailure
-from drumroll.runtime.local import RankFailure, resolve_device
+from drumroll.runtime.failure import RankFailure
+from drumroll.runtime.local import resolve_device
 from drumroll.runtime.policy import Policy
 from drumroll.runtime.worker import CriticStart
 

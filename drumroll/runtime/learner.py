@@ -8,12 +8,13 @@ from typing import Literal
 
 import numpy as np
 
+from drumroll.algorithms.presets import CriticSettings
 from drumroll.algorithms.schedule import learning_rate
 from drumroll.config import OptimConfig, RunConfig
 from drumroll.errors import RunError
 from drumroll.packing import SharesMicroBatches, denominators, pack
 from drumroll.plugins import options
-from drumroll.runtime.local import Ranks
+from drumroll.runtime.ranks import Ranks
 from drumroll.runtime.worker import Trained, TrainReport, Worker
 from drumroll.types import LossFn, Stat, StepStats, TrainSample
 
@@ -69,6 +70,10 @@ class Learner:
             self.skips_in_a_row = 0
         return merged
 
+    def stand_at(self, applied_steps: int, skips_in_a_row: int) -> None:
+        """Go on where a saved one stood; its parameters are the ranks' matter."""
+        self.applied_steps, self.skips_in_a_row = applied_steps, skips_in_a_row
+
     def _advice(self, update: StepStats) -> str:
         """What to look at when step after step is skipped: where it stops being finite tells what it is."""
         loss, rate = update.stats["loss"].sum, _RATE[self._role]
@@ -85,6 +90,11 @@ class Learner:
     @staticmethod
     def _pick(samples: Sequence[TrainSample], micros: Sequence[Sequence[int]]) -> list[list[TrainSample]]:
         return [[samples[index] for index in micro] for micro in micros]
+
+
+def critic_learner(ranks: Ranks[Worker], config: RunConfig, settings: CriticSettings, total_steps: int) -> Learner:
+    """A value model on the policy's ranks, with a learning rate of its own; what it scores are `Worker.values`."""
+    return Learner(ranks, config, "critic", config.optim.model_copy(update={"lr": settings.lr}), total_steps)
 
 
 def _merge(reports: Sequence[TrainReport]) -> StepStats:

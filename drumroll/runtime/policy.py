@@ -17,9 +17,8 @@ from drumroll.config import RunConfig
 from drumroll.engines.base import Completion, GenerateRequest
 from drumroll.engines.router import route
 from drumroll.errors import RunError
-from drumroll.runtime.critic import Critic
 from drumroll.runtime.learner import Learner, Score
-from drumroll.runtime.local import Ranks
+from drumroll.runtime.ranks import Ranks
 from drumroll.runtime.worker import Scored, Worker
 from drumroll.sync.base import PushReport
 from drumroll.types import LossFn, StepStats, TrainSample
@@ -30,7 +29,7 @@ _SCORES: dict[Scored, Score] = {"policy": Worker.logprobs, "reference": Worker.r
 class Policy:
     """What a run trains, and a critic beside it where there is one: they are saved and restored together."""
 
-    def __init__(self, ranks: Ranks[Worker], config: RunConfig, total_steps: int, critic: Critic | None = None) -> None:
+    def __init__(self, ranks: Ranks[Worker], config: RunConfig, total_steps: int, critic: Learner | None = None) -> None:
         """`total_steps`: optimizer steps of the policy in the whole run."""
         self._ranks = ranks
         self._config = config
@@ -111,7 +110,7 @@ class Policy:
         `generators`: the ranks' random number generators too; only on as many ranks as saved them.
         """
         self._ranks.call(Worker.load, checkpoint, generators)
-        self._learner.applied_steps, self._learner.skips_in_a_row = state.applied_steps, state.skips_in_a_row
+        self._learner.stand_at(state.applied_steps, state.skips_in_a_row)
         if self.critic is not None:
             self.critic.stand_at(state.critic_applied_steps, state.critic_skips_in_a_row)
         self.version = max(-1, state.version - 1)

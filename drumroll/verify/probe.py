@@ -6,85 +6,37 @@ The same code runs the specification, whose tensors are written down, and the ba
 from __future__ import annotations
 
 import gc
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from drumroll import plugins
-from drumroll.backends.base import KINDS, Backend, BackendPlugin, ModelSpec, NamedTensor, OptimSpec, RankContext, StepResult
+from drumroll.backends.base import KINDS, Backend, BackendPlugin, NamedTensor, OptimSpec, RankContext, StepResult
 from drumroll.digest import digest
-from drumroll.errors import RunError, UserError
+from drumroll.errors import UserError
 from drumroll.packing import collate, denominators
 from drumroll.types import Denominators, MicroBatch, Stat
 from drumroll.verify import batches
-from drumroll.verify.batches import LEARNING_RATES, STEPS, WHOLE, Loss, Split
+from drumroll.verify.batches import LEARNING_RATES, STEPS, WHOLE, Loss
+from drumroll.verify.failure import check_error, checking
+from drumroll.verify.live import live_bytes, settled_bytes
 from drumroll.verify.reference import Observer, differing, fingerprints
-from drumroll.verify.subjects import Subject
-
-FLOORS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # see Observer
-SETTLING, SETTLING_S = 10, 1.0  # looks, and seconds that they take together
-SAVED, SAVED_AGAIN = "saved", "saved-again"  # folders of checkpoints
-BESIDE = "forward-only: unmoved by training"
-TRAINING = "forward-only: what trains beside it"
-SENT_AGAIN = "weights that a push sends again"
-ADAPTERS_SENT = "adapters that a push sends again"
-FOREIGN_WEIGHTS = f"weights from {plugins.SPECIFICATION_BACKEND}'s save"
-FOREIGN_STEP = f"step after {plugins.SPECIFICATION_BACKEND}'s save"
-
-
-@dataclass(slots=True, frozen=True)
-class Case:
-    """One run of a scenario."""
-
-    subject: Subject
-    options: Mapping[str, Any]  # of the backend
-    model: ModelSpec
-    optim: OptimSpec
-    split: Split
-    reference: Path  # where the specification's groups of this subject and this mathematics lie
-    scratch: Path  # for checkpoints of this run
-    writes: bool = False  # this is the specification
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype."""
-        return self.model.compute_dtype
-
-
-@dataclass(slots=True)
-class SeenStep:
-    """One optimizer step on one rank."""
-
-    stats: dict[str, Stat]  # merged over micro-batches; `loss` has this rank's share as its sum
-    result: StepResult
-
-
-@dataclass(slots=True)
-class Report:
-    """What one rank noted in one scenario."""
-
-    observer: Observer
-    steps: list[SeenStep] = field(default_factory=list)
-    exported: dict[str, int] = field(default_factory=dict)  # name -> digest of the weights at the end
-    memory: dict[str, int] = field(default_factory=dict)  # bytes by kind, as the backend says
-    live_bytes: int = 0  # bytes of all tensors that the backend brought into the process
-
-
-class CheckError(RunError):
-    """A verb raised; the text has the check in brackets, see `failed_check`."""
-
-
-def failed_check(text: str) -> tuple[str, str] | None:
-    """(check, first line of the error) of a rank's failure that is a CheckError; None for any other text."""
-    found = re.findall(r"^check \[(.+?)\] (.*)$", text, re.MULTILINE)
-    return found[-1] if found else None
+from drumroll.verify.report import (
+    ADAPTERS_SENT,
+    BESIDE,
+    FLOORS,
+    FOREIGN_STEP,
+    FOREIGN_WEIGHTS,
+    SAVED,
+    SAVED_AGAIN,
+    SENT_AGAIN,
+    TRAINING,
+    Case,
+    Report,
+    SeenStep,
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,7 +101,7 @@ class Probe:
             report.live_bytes = live_bytes(self._ctx.device)
         _close(backend)
         with checking("memory: after close"):
-            left = _settled_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
+            left = settled_bytes(self._ctx.device) / report.live_bytes if report.live_bytes else 0.0
             report.observer.note("memory: after close", left, "share of the tensors that are still there")
         return report
 
@@ -260,7 +212,7 @@ class Probe:
         except UserError:
             raise  # this backend cannot run here at all, and says why
         except Exception as error:
-            raise _check_error("setup", error) from error
+            raise check_error("setup", error) from error
         return backend
 
     def _restored(self, case: Case, directory: Path) -> Backend:
@@ -352,49 +304,9 @@ def _observer(case: Case, folder: str) -> Observer:
     return Observer(case.reference / folder, case.writes, FLOORS[case.dtype])
 
 
-def live_bytes(device: torch.device) -> int:
-    """Bytes of the storages of all tensors on `device` that Python has made since `gc.freeze`, each storage once."""
-    gc.collect()
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor)]
-    tensors = [*found, *(tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None)]
-    storages = {}
-    for tensor in tensors:
-        if tensor.device == device and not isinstance(tensor, DTensor):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _settled_bytes(device: torch.device) -> int:
-    """`live_bytes` once they stop falling: a collective's own thread lets go of its tensors a moment after it is done."""
-    left = live_bytes(device)
-    for _ in range(SETTLING):
-        if not left:
-            break
-        time.sleep(SETTLING_S / SETTLING)
-        left = live_bytes(device)
-    return left
-
-
-@contextmanager
-def checking(check: str) -> Iterator[None]:
-    """Name the check in whatever is raised inside."""
-    try:
-        yield
-    except CheckError:
-        raise
-    except Exception as error:
-        raise _check_error(check, error) from error
-
-
 def _close(backend: Backend) -> None:
     with checking("close"):
         backend.close()
-
-
-def _check_error(check: str, error: Exception) -> CheckError:
-    text = str(error).strip() or "no text"
-    return CheckError(f"check [{check}] {type(error).__name__}: {text.splitlines()[0]}")
 
 
 def _flat(buckets: Iterable[list[NamedTensor]]) -> Iterator[NamedTensor]:

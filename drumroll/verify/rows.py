@@ -15,8 +15,8 @@ from drumroll.backends import state
 from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, StepResult
 from drumroll.observe.checks import CheckRow
 from drumroll.types import Stat
-from drumroll.verify.probe import ADAPTERS_SENT, BESIDE, FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, SENT_AGAIN, TRAINING, Case, Report
 from drumroll.verify.reference import Deviation, differing, distance
+from drumroll.verify.report import ADAPTERS_SENT, BESIDE, FLOORS, FOREIGN_STEP, SAVED, SAVED_AGAIN, SENT_AGAIN, TRAINING, Case, Report
 
 CHANGE = "change of the parameters"
 # (float32, bfloat16). Relative to the largest absolute value of a tensor, or to a number's own size. What is not listed must be exact: 0.

@@ -26,7 +26,8 @@ from drumroll.runtime.worker import spec_of
 from drumroll.verify import subjects, variants
 from drumroll.verify.batches import POISONED, SPLITS, WHOLE
 from drumroll.verify.cell import Cell
-from drumroll.verify.probe import Case, Probe
+from drumroll.verify.probe import Probe
+from drumroll.verify.report import Case
 from drumroll.verify.rows import Labels
 from drumroll.verify.subjects import Subject
 from drumroll.verify.trial import Expected, Job, Key, Specification, Trial

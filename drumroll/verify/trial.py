@@ -19,10 +19,13 @@ from drumroll.backends.base import GRADIENT, OPTIMIZER, PARAMETER, Kind, ModelSp
 from drumroll.backends.footprint import Footprint
 from drumroll.errors import RunError, UserError
 from drumroll.observe.checks import CheckRow
-from drumroll.runtime.local import Ranks, launch
+from drumroll.runtime.local import launch
+from drumroll.runtime.ranks import Ranks
 from drumroll.verify import rows
 from drumroll.verify.batches import WHOLE
-from drumroll.verify.probe import Case, MakeProbe, Probe, Report, Scenario, failed_check
+from drumroll.verify.failure import failed_check
+from drumroll.verify.probe import MakeProbe, Probe, Scenario
+from drumroll.verify.report import Case, Report
 from drumroll.verify.rows import Labels
 from drumroll.verify.subjects import Subject
 from drumroll.verify.variants import specified

@@ -12,7 +12,7 @@ from tests.architecture.source import Module, docstrings, modules
 PLUGIN_NAMES = {name: kind for kind in ("backends", "engines") for name in plugins.names(kind)}
 CONSTANTS = "drumroll.plugins"  # SPECIFICATION_BACKEND and EMBEDDED_ENGINE
 # (module, text) where the text names the library, as a module to import or to give the version of, and not the engine.
-LIBRARY = {("drumroll.runtime.local", "transformers")}
+LIBRARY = {("drumroll.runtime.processes", "transformers")}
 
 
 def test_the_two_constants_name_plugins_that_exist() -> None:

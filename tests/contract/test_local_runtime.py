@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from drumroll.backends.base import RankContext
 from drumroll.errors import RunError, UserError
-from drumroll.runtime.local import COLLECTIVE_S, RankFailure, launch
+from drumroll.runtime.failure import RankFailure
+from drumroll.runtime.group import COLLECTIVE_S
+from drumroll.runtime.local import launch
 from drumroll.runtime.memory import words_of_kill
 
 pytestmark = pytest.mark.timeout(120)

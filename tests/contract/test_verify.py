@@ -28,7 +28,8 @@ from drumroll.packing import collate
 from drumroll.runtime.worker import model_spec
 from drumroll.verify import command, subjects, suite, variants
 from drumroll.verify.batches import POISONED, SPLITS, STEPS, Split, plan, samples
-from drumroll.verify.probe import BESIDE, FOREIGN_STEP, FOREIGN_WEIGHTS, SENT_AGAIN, Probe
+from drumroll.verify.probe import Probe
+from drumroll.verify.report import BESIDE, FOREIGN_STEP, FOREIGN_WEIGHTS, SENT_AGAIN
 from drumroll.verify.rows import NOT_APPLICABLE, Labels
 from drumroll.verify.suite import Prepared, Setup
 from drumroll.verify.trial import MAX_CRASHES, Job, Specification, Trial

@@ -24,7 +24,7 @@ from drumroll.observe.run import read_run, read_steps
 from drumroll.observe.summary import read_summary
 from drumroll.pipelines import replay, resume, rl
 from drumroll.pipelines.critic import critic_start
-from drumroll.runtime.critic import Critic
+from drumroll.runtime.learner import critic_learner
 from drumroll.runtime.local import launch
 from drumroll.runtime.plan import plan
 from drumroll.runtime.policy import Policy
@@ -152,7 +152,7 @@ def test_another_backend_goes_on_with_the_same_numbers(folder: Path, straight: P
     source = resume.start_model(straight, run)
     start = critic_start(run, algorithm, source)
     with launch(partial(Worker, spec=WorkerSpec(run, source, plan(run, False, critic=True), start)), 1, "cpu") as ranks:
-        policy = Policy(ranks, run, 1, Critic(ranks, run, algorithm.critic, 1))
+        policy = Policy(ranks, run, 1, critic_learner(ranks, run, algorithm.critic, 1))
         checkpoint = Checkpoint(straight / "checkpoints" / "step-00000003")
         policy.restore(checkpoint, checkpoint.state(), generators=False)
         assert {name: f"{value:016x}" for name, value in policy.digests().items()} == digests_of(straight)[3]

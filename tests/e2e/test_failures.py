@@ -25,7 +25,7 @@ from drumroll.config import RunConfig
 from drumroll.errors import RunError, UserError
 from drumroll.observe.run import read_events, read_rollouts, read_run, read_steps
 from drumroll.pipelines import resume, rl, sft
-from drumroll.runtime.local import RankFailure
+from drumroll.runtime.failure import RankFailure
 from tests.e2e.command_line import assert_group_is_gone, running
 
 FAULTY = f"{Path(__file__).parent / 'faulty_engine.py'}"

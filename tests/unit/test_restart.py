@@ -13,7 +13,7 @@ from drumroll.config import RunConfig
 from drumroll.errors import RunError, UserError
 from drumroll.pipelines.restart import with_restarts
 from drumroll.pipelines.resume import Resumed
-from drumroll.runtime.local import RankFailure
+from drumroll.runtime.failure import RankFailure
 
 
 def run(run_dir: Path, restarts: int) -> RunConfig:
