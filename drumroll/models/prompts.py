@@ -40,8 +40,8 @@ class Shared:
     token_BL: torch.Tensor  # which token is at a place; for padding, the row's last one
     place_U: torch.Tensor  # of each token, into the flattened [B * L]
     token_Q: torch.Tensor  # each token that is at several places, once; before them some that are not
-    copy_QC: torch.Tensor  # its other places; 0 where a prompt has fewer copies than the most
-    real_QC: torch.Tensor  # bool: which of these are
+    copy_CQ: torch.Tensor  # its other places; 0 where a prompt has fewer copies than the most
+    real_CQ: torch.Tensor  # bool: which of these are
 
 
 def find(lengths: np.ndarray, prompts: Sequence[tuple[int, int]], device: torch.device) -> Shared | None:
@@ -63,21 +63,21 @@ def find(lengths: np.ndarray, prompts: Sequence[tuple[int, int]], device: torch.
     copies = [(first, np.flatnonzero((owner == first) & (samples != first))) for first in np.unique(owner[owner != samples])]
     most = max((len(rows) for _, rows in copies), default=1)
     token_Q = [start[first] + columns[: prompt[first]] for first, _ in copies]
-    copy_QC = [np.pad(columns[: prompt[first], None] + rows * length, ((0, 0), (0, most - len(rows)))) for first, rows in copies]
-    real_QC = [np.broadcast_to(np.arange(most) < len(rows), (prompt[first], most)) for first, rows in copies]
+    copy_CQ = [np.pad(rows[:, None] * length + columns[: prompt[first]], ((0, most - len(rows)), (0, 0))) for first, rows in copies]
+    real_CQ = [np.broadcast_to(np.arange(most)[:, None] < len(rows), (most, prompt[first])) for first, rows in copies]
     return Shared(
         token_BL=torch.from_numpy(token_BL).to(device),
         place_U=torch.from_numpy(place_U).to(device),
         token_Q=torch.from_numpy(np.concatenate([np.zeros(_IDLE, np.int64), *token_Q])).to(device),
-        copy_QC=torch.from_numpy(np.concatenate([np.zeros((_IDLE, most), np.int64), *copy_QC])).to(device),
-        real_QC=torch.from_numpy(np.concatenate([np.zeros((_IDLE, most), bool), *real_QC])).to(device),
+        copy_CQ=torch.from_numpy(np.concatenate([np.zeros((most, _IDLE), np.int64), *copy_CQ], axis=1)).to(device),
+        real_CQ=torch.from_numpy(np.concatenate([np.zeros((most, _IDLE), bool), *real_CQ], axis=1)).to(device),
     )
 
 
 def spread(tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
     """[U, ...] -> [B, L, ...], each token at every place that it has. Differentiable; gradients of padding are not looked at."""
     placed: torch.Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
-        tokens, shared.token_BL, shared.place_U, shared.token_Q, shared.copy_QC, shared.real_QC
+        tokens, shared.token_BL, shared.place_U, shared.token_Q, shared.copy_CQ, shared.real_CQ
     )
     return placed
 
@@ -91,13 +91,12 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        place_U, token_Q, copy_QC, real_QC = ctx.saved_tensors
+        place_U, token_Q, copy_CQ, real_CQ = ctx.saved_tensors
         placed = grads[0].flatten(0, 1)
-        of_first = placed.index_select(0, place_U)
-        of_copies = placed.index_select(0, copy_QC.flatten()).unflatten(0, copy_QC.shape)
-        real = real_QC.view(*real_QC.shape, *[1] * (placed.ndim - 1))
-        total = of_first.index_add(0, token_Q, of_copies.masked_fill(~real, 0.0).sum(1))  # a token gets one sum: no order
-        return total, None, None, None, None, None
+        total = placed.index_select(0, place_U)
+        of_copies = placed.index_select(0, copy_CQ.flatten()).unflatten(0, copy_CQ.shape)
+        of_copies.mul_(real_CQ.view(*real_CQ.shape, *[1] * (placed.ndim - 1)))
+        return total.index_add_(0, token_Q, of_copies.sum(0)), None, None, None, None, None  # one sum a token: in no order
 
 
 def _attention(

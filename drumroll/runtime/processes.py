@@ -75,6 +75,7 @@ class Processes(Ranks[W]):
             raise
 
     def scatter(self, method: Callable[..., R], args: Sequence[tuple[Any, ...]]) -> list[R]:
+        """Run `method` in every process, each with its own tuple of arguments, which must pickle. Raises RankFailure."""
         if len(args) != self.world_size:
             raise ValueError(f"{method.__name__}: {len(args)} tuples of arguments for {self.world_size} ranks")
         if self._ended:
@@ -144,6 +145,7 @@ class Processes(Ranks[W]):
         return Failure((busy or waiting)[0], words, stacks="\n".join(f"== {who}\n{text or 'no answer'}" for who, text in found.items()))
 
     def close(self) -> None:
+        """Let the ranks close by themselves; end those that do not."""
         if self._ended:
             return
         for pipe in self._pipes:

@@ -375,7 +375,7 @@ def test_prompts_are_shared_on_some_rank_in_every_step(ranks: int, splits: list[
             made = samples(step, 67)
             parts = [part for rank in range(ranks) for part in plan(split, rank, ranks)]
             laid = [lay_out(collate([made[index] for index in part]), "rows", share_prompts=True) for part in parts]
-            assert any(one.shared is not None and one.shared.real_QC.any() for one in laid), (split, step)
+            assert any(one.shared is not None and one.shared.real_CQ.any() for one in laid), (split, step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9, 12])

@@ -50,8 +50,8 @@ def test_by_hand() -> None:
     assert laid.shared.token_BL.tolist() == [[0, 1, 2, 3, 3], [4, 4, 4, 4, 4], [0, 1, 2, 5, 6]]
     assert laid.shared.place_U.tolist() == [0, 1, 2, 3, 5, 13, 14]
     assert laid.shared.token_Q.tolist() == [0, 0, 0, 1, 2]
-    assert laid.shared.copy_QC.tolist() == [[0], [0], [10], [11], [12]]
-    assert laid.shared.real_QC.tolist() == [[False]] * 2 + [[True]] * 3
+    assert laid.shared.copy_CQ.tolist() == [[0, 0, 10, 11, 12]]
+    assert laid.shared.real_CQ.tolist() == [[False, False, True, True, True]]
     plain = lay_out(micro, "rows")
     assert torch.equal(laid.index_N, plain.index_N) and torch.equal(laid.targets_N, plain.targets_N)
 
