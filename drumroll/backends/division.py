@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from drumroll.backends.clip import local_part
 from drumroll.backends.replicas import share_rows
 from drumroll.backends.rows import Cut, Rows, gather
+from drumroll.backends.shards import Later
 from drumroll.models.stream import Held, held_whole
 
 
@@ -41,8 +42,8 @@ class Division(Protocol):
     def gather(self, parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Full tensors on every rank, from everybody's pieces, of one dtype. Collective. May alias a piece."""
 
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        """`piece` (of the parameter or of a moment) as torch.distributed.checkpoint must see it, to know its place. Collective."""
+    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor | Later:
+        """`piece` (of the parameter or of a moment) as torch.distributed.checkpoint must see it, to know its place."""
 
     def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
         """Bring what was loaded into `stored` back into `piece`; nothing to do where they share storage. Collective."""

@@ -22,6 +22,7 @@ from drumroll.backends.base import GRADIENT, KINDS, OPTIMIZER, PARAMETER, Kind, 
 from drumroll.backends.buckets import buckets
 from drumroll.backends.footprint import Footprint
 from drumroll.backends.placement import Placement
+from drumroll.backends.shards import Later, made
 from drumroll.backends.sleeping import Sleeper
 from drumroll.digest import digest
 from drumroll.errors import RunError
@@ -240,7 +241,7 @@ class TorchBackend:
     def load(self, directory: Path) -> None:
         self._sleeper.require("load", (PARAMETER, OPTIMIZER))
         self._check_base(directory)
-        tensors = self._stored()
+        tensors = {name: made(tensor) for name, tensor in self._stored().items()}
         state.load(directory, tensors, (state.MODEL,) if self._optimizer is None else (state.MODEL, state.OPTIMIZER))
         for name, (parameter, piece) in self._pieces().items():
             self._division.restore(parameter, piece, tensors[name])
@@ -248,9 +249,10 @@ class TorchBackend:
             self._optimizer.set_steps(int(tensors[f"{state.OPTIMIZER}step"]))
         self._placement.after_update()
 
-    def _stored(self) -> dict[str, torch.Tensor]:
+    def _stored(self) -> dict[str, torch.Tensor | Later]:
         """Name in a checkpoint -> tensor; gradients play no part in it."""
-        tensors = {name: self._division.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
+        tensors: dict[str, torch.Tensor | Later] = {}
+        tensors |= {name: self._division.stored(parameter, piece) for name, (parameter, piece) in self._pieces().items()}
         if self._optimizer is not None:
             for kind, of_kind in self._optimizer.shared().items():
                 tensors |= {f"{state.OPTIMIZER}{name}.{kind}": tensor for name, tensor in of_kind.items()}

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 
 from drumroll.backends.base import ModelSpec, RankContext
 from drumroll.backends.clip import local_part
-from drumroll.backends.division import Division, HeldRows
+from drumroll.backends.division import HeldRows
 from drumroll.backends.engine import TorchPlugin
 from drumroll.backends.footprint import Footprint, Gathering, Unit
 from drumroll.backends.ring import RingReduceScatter
@@ -141,7 +141,7 @@ class Fsdp2Placement:
         build.move_buffers(scorer, ctx.device)  # torch copies off-loaded parameters to the device for use, and nothing else
         for sharded in self._sharded():  # rows are padded now, not at the first forward, when the optimizer has the old ones in its hands
             sharded.reset_sharded_param()
-        self.division: Division = HeldRows(rows, _expert_cuts(experts, Rows(expert_mesh, 2, rows.group)) if experts else {})
+        self.division = HeldRows(rows, _expert_cuts(experts, Rows(expert_mesh, 2, rows.group)) if experts else {})
 
     def _make_mesh(self, ctx: RankContext) -> DeviceMesh:
         replicas = self._options.replicas

@@ -9,9 +9,11 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drumroll.backends.clip import local_part
 from drumroll.backends.rows import Cut, Rows, gather
+from drumroll.backends.shards import Later
 from drumroll.models.stream import Held
 
 
@@ -117,10 +119,15 @@ class HeldSpans:
             work.wait()
         return [whole.view(span.shape) for span, whole in zip(places, wholes, strict=True)]
 
-    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-        """Gathered one tensor at a time."""
-        (whole,) = self.gather([parameter], [piece])
-        return self._rows.dtensor(self._rows.cut(whole).clone(), whole.shape)
+    def stored(self, parameter: nn.Parameter, piece: torch.Tensor) -> Later:
+        """Rows that are cut from the whole tensor, which is gathered for it and dropped."""
+        shape = self._places[parameter].shape
+
+        def make() -> DTensor:
+            (whole,) = self.gather([parameter], [piece])
+            return self._rows.dtensor(self._rows.cut(whole).clone(), shape)
+
+        return Later(self._rows.dtensor(self._rows.cut(torch.empty(shape, dtype=piece.dtype, device="meta")), shape), make)
 
     def restore(self, parameter: nn.Parameter, piece: torch.Tensor, stored: torch.Tensor) -> None:
         (whole,) = gather([local_part(stored)], [Cut(self._rows, stored.shape)])

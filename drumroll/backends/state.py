@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from drumroll.backends.clip import local_part
-from drumroll.backends.shards import ShardWriter
+from drumroll.backends.shards import Later, ShardWriter, made
 from drumroll.errors import RunError
 
 MODEL = "model."
@@ -32,7 +32,7 @@ OPTIMIZER = "optimizer."
 BASE = "base."
 
 
-def save(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def save(directory: Path, tensors: Mapping[str, torch.Tensor | Later]) -> None:
     """Write `tensors` (plain: the same on all ranks; DTensor: each rank its shard). Collective. Raises RunError when a disk refuses."""
     _write(directory, tensors, None)
 
@@ -50,18 +50,21 @@ class BackgroundSaver:
         self._copies: dict[str, torch.Tensor] = {}
         self._writing: Future[None] | None = None
 
-    def start(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Future[None]:
+    def start(self, directory: Path, tensors: Mapping[str, torch.Tensor | Later]) -> Future[None]:
         """As `save`, once the save before has ended; `tensors` may change when this returns. Collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self.wait()
         for name, tensor in tensors.items():
-            if name in self._copies:
-                local_part(self._copies[name]).copy_(local_part(tensor.detach()))
-            else:
-                self._copies[name] = tensor.detach().to("cpu", copy=True)
+            self._copy(name, made(tensor))  # no name for it here: what is made dies before the next is
         self._writing = self._thread.submit(_write, directory, self._copies, self._group)
         return self._writing
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._copies:
+            local_part(self._copies[name]).copy_(local_part(tensor))
+        else:
+            self._copies[name] = tensor.detach().to("cpu", copy=True)
 
     def wait(self) -> None:
         """Until nothing is being written, whatever came of it."""
@@ -78,9 +81,11 @@ class BackgroundSaver:
         self._copies = {}
 
 
-def _write(directory: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _write(directory: Path, tensors: Mapping[str, torch.Tensor | Later], group: dist.ProcessGroup | None) -> None:
+    later = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Later)}
+    planned = {name: tensor.like if isinstance(tensor, Later) else tensor for name, tensor in tensors.items()}
     try:
-        dcp.save(dict(tensors), storage_writer=ShardWriter(directory), process_group=group)
+        dcp.save(planned, storage_writer=ShardWriter(directory, later), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RunError(

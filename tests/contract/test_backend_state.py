@@ -23,6 +23,7 @@ from drumroll.digest import digest
 from drumroll.errors import RunError
 from drumroll.models.export import save_folder
 from drumroll.packing import collate, denominators
+from drumroll.planner.measure import peak_bytes
 from drumroll.types import Denominators, LossOutput, MicroBatch, TokenOutputs
 from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
@@ -195,6 +196,47 @@ def test_a_save_holds_no_more_than_a_tensor_beside_what_it_saves(tmp_path: Path)
         assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor), name
     [file] = (tmp_path / "s").iterdir()
     assert load_file(file).keys() == again.keys()  # by safetensors itself
+
+
+def saving_peaks(rank: int, ranks: int, folder: Path, root: Path) -> dict[str, tuple[int, int]]:
+    """Save by fsdp1 -> most bytes at once beside what lay there, and bytes that lie there afterwards; once rank 1 cannot write its file."""
+    backend = start_training(rank, ranks, "fsdp1", {}, ModelSpec(str(folder)), steps=1)
+    (root / "refused" / "shard-00002-model-00001-of-00001.safetensors").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(RunError, match="rank 1 cannot write its part of the checkpoint: IsADirectoryError"):
+        backend.save(root / "refused")
+    found = {}
+    for how in ("at once", "in the background", "in the background again"):
+        before = sum(backend.memory().values())
+        with peak_bytes(runs.CPU) as peak:
+            if how == "at once":
+                backend.save(root / how)
+            else:
+                backend.save_async(root / how).result()
+        found[how] = peak.most, sum(backend.memory().values()) - before
+    return found
+
+
+def test_rows_are_made_for_a_save_tensor_by_tensor(tmp_path: Path) -> None:
+    """Failure case 1: beside what lies there a save makes one whole tensor, and its rows, at a time; copies are counted as they are.
+
+    A rank whose disk refuses leaves none of the others waiting in what they make together.
+    """
+    ranks = 2
+    folder = runs.write_model(tmp_path / "model", "llama", tied=False, hidden=128)
+    by_rank = run_ranks(saving_peaks, ranks, folder, tmp_path)
+    saved = [state.read(tmp_path / how) for how in by_rank[0]]
+    assert all(torch.equal(tensor, again[name]) for again in saved[1:] for name, tensor in saved[0].items())
+    largest = max(tensor.nbytes for tensor in saved[0].values())
+    part = sum(tensor.nbytes for tensor in saved[0].values()) / ranks
+    at_most = 2 * largest  # the whole tensor, its rows, and the plan, which does not grow with tensors
+    assert part > 5 * at_most
+    for found in by_rank:
+        kept = found["in the background"][1]
+        assert kept == pytest.approx(part, rel=0.05)  # a vocabulary of 67 does not divide
+        assert [left for _, left in found.values()] == [0, kept, 0]
+        assert found["at once"][0] < at_most
+        assert found["in the background"][0] < kept + at_most
+        assert found["in the background again"][0] < at_most
 
 
 def load_wrongly(rank: int, ranks: int, folders: dict[str, Path], root: Path) -> list[str]:
