@@ -6,7 +6,8 @@ Run it through `gpu_check.sh`, which says how. In this order, and what no longer
   2. the card's matmul rate: an 8192^3 product in bf16, a 4096^3 product in fp32
   3. training steps of a 0.5B-class model (random weights, made here) with bf16 compute and fp32 state, equal and ragged lengths: tokens/s,
      share of the matmul rate by real tokens, memory by kind and at its peak; with fsdp2 also compiled, and with activation checkpointing
-  4. its weights to the embedded engine, digests compared, and 64 prompts x 128 tokens sampled
+  4. its weights to the embedded engine, digests compared, and 64 prompts x 128 tokens sampled; then training state sleeps and wakes: how
+     much memory the driver gets back, how long it takes, that no digest changes
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ if TYPE_CHECKING:
 NO_GPU, MISSING = 3, 2
 NEEDED = ("torch", "transformers", "pydantic", "pydantic_core", "yaml", "numpy", "safetensors", "rich", "typer", "jinja2")
 BUDGET_S = 420.0  # nothing is started later than this
-# Backend and fields of ModelSpec, in the order in which they are measured while there is time; the first fsdp2 also samples.
-TRIALS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("fsdp2", {}),
-    ("fsdp2", {"compile": True}),
-    ("fsdp2", {"compile": True, "checkpointing": "full"}),
-    ("single", {}),
-    ("fsdp2", {"checkpointing": "selective"}),
+# Backend, its options and fields of ModelSpec, in the order in which they are measured while there is time; the first also samples, and
+# sleeps.
+TRIALS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("fsdp2", {}, {}),
+    ("fsdp2", {}, {"compile": True}),
+    ("fsdp2", {}, {"compile": True, "checkpointing": "full"}),
+    ("single", {}, {}),
+    ("fsdp2", {}, {"checkpointing": "selective"}),
+    ("fsdp2", {"offload": True}, {}),
 )
-AIMED_AT = TRIALS[2][1]  # compiled and checkpointed, as large models are trained
+AIMED_AT = TRIALS[2][2]  # compiled and checkpointed, as large models are trained
 TARGET = 0.45  # of the card's matmul rate
 VERIFY_S = 110.0  # of one verification
 _GIB = 1 << 30
@@ -159,11 +162,11 @@ def measurements(options: argparse.Namespace, started: float) -> list[CheckRow]:
     rows = [measured(f"matmul rate, TFLOP/s, {str(dtype)[6:]}", rate / 1e12, backend="none") for dtype, rate in rates.items()]
     with tempfile.TemporaryDirectory() as out:
         folder = make_model(size, Path(out) / "model")
-        for number, (backend, model) in enumerate(TRIALS):
+        for number, (backend, chosen, model) in enumerate(TRIALS):
             if time.monotonic() - started > BUDGET_S:
                 rows.append(not_run("speed", backend))
                 continue
-            rows += speed(backend, model, folder, size, options.device, rates[torch.bfloat16], sample=number == 0)
+            rows += speed(backend, chosen, model, folder, size, options.device, rates[torch.bfloat16], more=number == 0)
     return rows
 
 
@@ -200,7 +203,7 @@ def make_model(size: Size, folder: Path) -> Path:
 class Subject:
     """One rank: a backend with the model, and an engine beside it where it is asked to sample."""
 
-    def __init__(self, ctx: Any, backend: str, model: dict[str, Any], folder: Path, size: Size) -> None:
+    def __init__(self, ctx: Any, backend: str, chosen: dict[str, Any], model: dict[str, Any], folder: Path, size: Size) -> None:
         import torch
 
         from drumroll import plugins
@@ -210,7 +213,7 @@ class Subject:
 
         self._ctx, self._folder, self._size = ctx, folder, size
         plugin = plugins.load("backends", backend)
-        self._backend: Backend = plugin(plugin.Config())
+        self._backend: Backend = plugin(plugin.Config(**chosen))
         self._backend.setup(ctx, ModelSpec(path=str(folder), compute_dtype=torch.bfloat16, **model), OptimSpec())
         self._loss = resolve(AlgorithmConfig(name="grpo", kl=KLConfig(coef=0.0)), size.longest).loss()
 
@@ -264,6 +267,27 @@ class Subject:
         engine.close()
         return push, sampling, tokens, pushed.matched
 
+    def sleep(self) -> tuple[int, int, float, int]:
+        """Bytes of training state, bytes that the driver gets back while it sleeps, seconds of sleep and wake, digests that changed."""
+        import torch
+
+        from drumroll.backends.base import KINDS
+
+        def free() -> int:
+            return torch.cuda.mem_get_info(self._ctx.device)[0] if self._ctx.device.type == "cuda" else 0
+
+        before = self._backend.digests(torch.float32)
+        state = self._backend.memory()
+        if self._ctx.device.type == "cuda":
+            torch.cuda.empty_cache()
+        held, begin = free(), time.perf_counter()
+        self._backend.sleep(KINDS)
+        given_back = free() - held
+        self._backend.wake()
+        seconds = time.perf_counter() - begin
+        after = self._backend.digests(torch.float32)
+        return sum(state[kind] for kind in KINDS), given_back, seconds, sum(before[name] != after[name] for name in before)
+
     def close(self) -> None:
         self._backend.close()
 
@@ -295,19 +319,19 @@ def flops(samples: Sequence[TrainSample], size: Size) -> float:
 
 
 def speed(
-    backend: str, model: dict[str, Any], folder: Path, size: Size, device: str, peak: float, sample: bool
+    backend: str, chosen: dict[str, Any], model: dict[str, Any], folder: Path, size: Size, device: str, peak: float, more: bool
 ) -> list[CheckRow]:
-    """Training, memory and (once is enough) sampling with one backend; `model`: fields of ModelSpec."""
+    """Training, memory and (once is enough) sampling and sleep with one backend. `chosen`: its options; `model`: fields of ModelSpec."""
     import math
     from functools import partial
 
     from drumroll.observe.checks import at_least, at_most, measured
     from drumroll.runtime.local import launch
 
-    options = {"dtype": "bfloat16", "model": "tiny" if size is TINY else "0.5B", **model}
+    options = {"dtype": "bfloat16", "model": "tiny" if size is TINY else "0.5B", **chosen, **model}
     row = partial(measured, backend=backend, options=options)
     rows: list[CheckRow] = []
-    subject = partial(Subject, backend=backend, model=model, folder=folder, size=size)
+    subject = partial(Subject, backend=backend, chosen=chosen, model=model, folder=folder, size=size)
     with launch(subject, ranks=1, device=device, in_process=False) as ranks:
         for name, ragged in (("equal", False), ("ragged", True)):
             samples = batch(size, ragged)
@@ -320,10 +344,14 @@ def speed(
             wrong = 0 if math.isfinite(norm) else 1
             rows.append(at_most(f"train, {name}: gradient norms not finite", wrong, 0, backend=backend, options=options))
         rows += [row(f"memory: {kind}, GiB", held / _GIB) for kind, held in ranks.call(Subject.memory)[0].items()]
-        if sample:
+        if more:
             push, sampling, tokens, matched = ranks.call(Subject.sample)[0]
             rows += [row("weight push with digests, s", push), row("tensors whose digests agreed", matched)]
             rows += [row("sample: tokens a second", tokens / sampling)]
+            state, given_back, slept, changed = ranks.call(Subject.sleep)[0]
+            rows += [row("sleep: training state, GiB", state / _GIB), row("sleep: the driver gets back, GiB", given_back / _GIB)]
+            rows += [row("sleep and wake, s", slept)]
+            rows.append(at_most("sleep and wake: digests that changed", changed, 0, backend=backend, options=options))
     return rows
 
 
