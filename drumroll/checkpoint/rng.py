@@ -15,6 +15,7 @@ import torch
 from drumroll.checkpoint.driver import check_names
 
 Generators = dict[str, np.ndarray]
+_GPU = "cuda"  # name of the generator that not every process has
 
 
 def seed(value: int) -> None:
@@ -37,19 +38,22 @@ def capture() -> Generators:
         "torch": torch.get_rng_state().numpy(),
     }
     if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state().numpy()
+        found[_GPU] = torch.cuda.get_rng_state().numpy()
     return found
 
 
 def restore(states: Generators, where: str) -> None:
-    """Set them. Raises RunError when `states` has other names than `capture` gives here; `where`: in messages."""
-    check_names(set(capture()), set(states), where)
+    """Set them. Raises RunError when `states` has other names than `capture` gives here; `where`: in messages.
+
+    Whether a process uses a GPU may change: a driver does where it has the only rank in itself.
+    """
+    check_names(set(capture()) - {_GPU}, set(states) - {_GPU}, where)
     rest = states["python_rest"].tolist()
     random.setstate((int(rest[0]), tuple(int(word) for word in states["python"]), rest[1] if len(rest) > 1 else None))
     position, has_gauss, gauss = states["numpy_rest"].tolist()
     np.random.set_state(("MT19937", states["numpy"], int(position), int(has_gauss), gauss))
     torch.set_rng_state(torch.from_numpy(states["torch"]))
-    if "cuda" in states:
+    if _GPU in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
 
 

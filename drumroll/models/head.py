@@ -20,8 +20,7 @@ import torch
 _CHUNK_BYTES = {"cpu": 32 << 20}
 _CHUNK_BYTES_ELSEWHERE = 64 << 20
 _MIN_ROWS = 16
-_MIN_ROWS_ELSEWHERE = 1024
-
+_MIN_ROWS_ELSEWHERE = 512
 
 
 def target_logprobs(

@@ -2,12 +2,13 @@
 
 [Note: who fails first] When a rank dies, its peers fail too, a moment later, with a broken collective. The driver therefore waits a
 short grace period after the first sign of trouble, collects every failure, and blames in this order: a rank that was killed, a rank whose
-error is its own, and last a rank that only lost its peers. When nobody fails and nobody answers, all say where they stand, and the one that
-the others wait for is blamed.
+error is its own, one that aborted (so nccl's watchdog ends a rank whose peers are gone), and last a rank that only lost its peers. When
+nobody fails and nobody answers, all say where they stand, and the one that the others wait for is blamed.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ _LOST_PEERS = (
     "sendBytes",
     "pair closure",
     "remote process exited",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "Watchdog caught collective operation timeout",
 )
 
 
@@ -42,7 +46,7 @@ class Failure:
     rank: int
     text: str
     user_error: bool = False
-    killed: bool = False
+    signal: int = 0  # that ended the process; 0: none
     stacks: str = ""
 
     @property
@@ -52,7 +56,10 @@ class Failure:
 
     @property
     def blame(self) -> int:
-        return 0 if self.killed else 2 if self.lost_peers else 1
+        """The lower, the sooner it is to blame."""
+        if self.signal:
+            return 2 if self.signal == signal.SIGABRT else 0
+        return 3 if self.lost_peers else 1
 
 
 def first_cause(failures: Sequence[Failure]) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -13,9 +14,10 @@ COLLECTIVE_S = 60.0  # a collective gives up so much later than the driver, who 
 
 
 def join(rank: int, world_size: int, device: str, store: dist.Store, timeout_s: float) -> RankContext:
-    """This process's place in the group, once all are there. One thread a rank on a CPU: ranks share the cores."""
+    """This process's place in the group, once all are there. Ranks share the cores: one thread each on a CPU, beside a GPU equal parts."""
     if device == "cuda":
         torch.cuda.set_device(rank)
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     else:
         torch.set_num_threads(1)
     dist.init_process_group(

@@ -125,9 +125,9 @@ class Processes(Ranks[W]):
             pass
         self._processes[rank].join(timeout=GRACE_S)
         code = self._processes[rank].exitcode
-        killed = code is not None and code < 0
-        how = words_of_kill(-code, self._killed_before, ran_out()) if code is not None and killed else f"exited with code {code}"
-        failures[rank] = Failure(rank, f"the process of rank {rank} {how}", killed=killed)
+        number = -code if code is not None and code < 0 else 0
+        how = words_of_kill(number, self._killed_before, ran_out()) if number else f"exited with code {code}"
+        failures[rank] = Failure(rank, f"the process of rank {rank} {how}", signal=number)
 
     def _silence(self, waiting: list[int], call: str) -> Failure:
         """Whom to blame when nobody answers, with the stacks of all ranks and of the driver."""

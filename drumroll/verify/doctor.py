@@ -28,6 +28,7 @@ State = Literal["ok", "absent", "wrong"]  # absent: works without; wrong: mend i
 
 _DISTRIBUTION = "drumroll"
 _LOW_DISK = 5 * 2**30  # bytes; a 0.5B-parameter model with optimizer state in a checkpoint takes about 6 GB
+_SHARED_MEMORY = 2**30  # bytes; a container has 64 MiB of it unless it is told otherwise
 _MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]–[/]", "wrong": "[red]wrong[/]"}
 
 
@@ -113,6 +114,10 @@ def _devices() -> Iterator[Finding]:
         built = f"torch is built for CUDA {torch.version.cuda}, and it finds no device" if torch.version.cuda else "torch is a CPU build"
         yield Finding("devices", "cuda", "absent", built, "everything runs on the CPU; for a GPU: its driver and a CUDA build of torch")
         return
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).total < _SHARED_MEMORY:
+        advice = "docker run --shm-size=8g, or --ipc=host: nccl passes data of one machine through it"
+        yield Finding("devices", "shared memory", "wrong", f"{shared}: {shutil.disk_usage(shared).total / 2**20:.0f} MiB", advice)
     nccl = torch.distributed.is_nccl_available()
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)

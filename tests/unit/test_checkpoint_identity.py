@@ -106,3 +106,10 @@ def test_generators_are_restored_by_name() -> None:
     states["tensorflow"] = states.pop("numpy")
     with pytest.raises(RunError, match=r"here: names saved and restored differ: missing numpy; only saved tensorflow"):
         rng.restore(states, "here")
+
+
+def test_a_process_need_not_use_the_gpu_that_it_used() -> None:
+    states = rng.capture() | {"cuda": np.zeros(16, np.uint8)}
+    expected = torch.rand(())
+    rng.restore(states, "here")
+    assert torch.rand(()) == expected

@@ -37,6 +37,15 @@ def test_devices_are_those_that_torch_sees() -> None:
     assert ("cuda" in devices) == (not torch.cuda.is_available())
 
 
+@pytest.mark.parametrize(("mib", "told"), [(64, True), (8192, False)])
+def test_a_container_with_little_shared_memory_is_told_of_beside_gpus(mib: int, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(total=mib << 20) if str(path) == "/dev/shm" else real(path))
+    assert ("shared memory" in by_name("devices")) == told
+
+
 def test_what_is_not_ok_has_an_advice() -> None:
     assert [f for f in doctor.findings() if f.state != "ok" and not f.advice] == []
 
