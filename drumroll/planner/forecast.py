@@ -56,6 +56,7 @@ class Forecast:
     traffic: list[Traffic]
     notes: list[str]  # what could not be foreseen
     critic: states.State | None = None  # at rest, of a run that has one
+    host: int = 0  # bytes in host memory beside what the device has
 
     @property
     def peak(self) -> Phase:
@@ -117,13 +118,15 @@ def forecast(config: RunConfig, folder: Path) -> Forecast:
         engine=_holding(config, folder, spec, alone.tensors, work, notes) if "engine" in placed else None,
         take_turns=config.runtime.take_turns,
         checkpoints=config.checkpoint.every > 0,
+        background=config.checkpoint.async_save,
     )
     critic = None
     if algorithm is not None and "critic" in placed:
         start = CriticStart(folder if algorithm.critic.path is None else config_folder(algorithm.critic.path), algorithm.critic.trainable)
         learner = training_scene(critic_spec(spec, start), optim_spec(config), footprint, work.batch, work.micros, device)
-        critic = replace(learner, reference=scene.reference, engine=scene.engine, take_turns=scene.take_turns, beside=scene.aside(POLICY))
-        scene = replace(scene, beside=critic.aside(CRITIC))
+        trained = replace(learner, checkpoints=scene.checkpoints, background=scene.background)
+        critic = replace(trained, reference=scene.reference, engine=scene.engine, take_turns=scene.take_turns, beside=scene.aside(POLICY))
+        scene = replace(scene, beside=trained.aside(CRITIC))
     return Forecast(
         ranks=ranks,
         backend=config.backend.name,
@@ -135,6 +138,7 @@ def forecast(config: RunConfig, folder: Path) -> Forecast:
         traffic=[*traffic(scene, ranks, optimizer_steps=work.optimizer_steps, scored=work.scored), *_traffic_of(critic, work, ranks)],
         notes=notes,
         critic=critic.state if critic is not None else None,
+        host=sum(one.state.host for one in (scene, critic) if one is not None) + (scene.copies if device.type != "cpu" else 0),
     )
 
 

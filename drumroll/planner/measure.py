@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,19 +81,31 @@ class Measured:
     peaks: dict[str, int]  # phase -> most bytes at once, what lay there before included
 
 
-def measure(backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, device: torch.device, group: int = 1) -> Measured:
-    """Score, train and hand out weights once to warm up, then once under watch. Collective. `group`: see `micro_batch`."""
+def measure(
+    backend: Backend, batch: Batch, micros: int, dtype: torch.dtype, device: torch.device, group: int = 1, valued: bool = False
+) -> Measured:
+    """Score, train and hand out weights once to warm up, then once under watch. Collective.
+
+    `group`: see `micro_batch`. `valued`: the model has a value head, and scores are its values.
+    """
     micro = micro_batch(batch, device, group)
     for _ in range(2):  # DDP makes its buckets anew after the first step
         train(backend, batch, micros, device, group)
         backend.step(0.0)
     peaks: dict[str, int] = {}
-    peaks[LOGPROBS] = _watched(backend, device, lambda: backend.logprobs(micro))
+    peaks[LOGPROBS] = _watched(backend, device, lambda: backend.values(micro) if valued else backend.logprobs(micro))
     peaks[TRAIN] = _watched(backend, device, lambda: train(backend, batch, micros, device, group))
     rest = backend.memory()
     peaks[STEP] = _watched(backend, device, lambda: backend.step(0.0))
     peaks[PUSH] = _watched(backend, device, lambda: [len(bucket) for bucket in backend.weights(dtype)])
     return Measured(rest, peaks)
+
+
+def measure_save(backend: Backend, directory: Path, device: torch.device) -> tuple[int, int]:
+    """Most bytes at once while the backend's first save in the background is begun, and those of them that it keeps. Collective."""
+    before = sum(backend.memory().values())
+    most = _watched(backend, device, lambda: backend.save_async(directory).result())
+    return most, sum(backend.memory().values()) - before
 
 
 def micro_batch(batch: Batch, device: torch.device, group: int = 1) -> MicroBatch:
@@ -119,6 +132,8 @@ def train(backend: Backend, batch: Batch, micros: int, device: torch.device, gro
 
 
 def _loss(outputs: TokenOutputs, micro: MicroBatch, denominators: Denominators) -> LossOutput:
+    if outputs.values is not None:
+        return LossOutput(loss=outputs.values.sum(), stats={})
     assert outputs.logprobs is not None and outputs.entropy is not None
     return LossOutput(loss=outputs.logprobs.sum() + outputs.entropy.sum(), stats={})
 

@@ -20,6 +20,8 @@ from drumroll.planner.trace import EDGE, HEAD, Segment, Trace
 
 Terms = dict[str, int]
 
+_FILE_BYTES = 4 << 30  # of tensors in a file of a model's folder, at most
+
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
@@ -33,7 +35,8 @@ GATHERED = "gathered parameters"
 UNREDUCED = "gradients to be reduced"
 ACTIVATIONS = "activations"
 WORKING = "working memory"
-COPIES = "copies to be written"
+COPIES = "copies of saves"
+FILE = "file to be written"
 
 # Names of phases.
 LOAD = "load"
@@ -46,6 +49,7 @@ CRITIC_TRAIN = "critic's forward and backward"
 CRITIC_STEP = "critic's step"
 PUSH = "weight push"
 SAVE = "save"
+EXPORT = "export"
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,7 +75,7 @@ class Beside:
 
     name: str
     held: int  # bytes on the device
-    saved: int  # bytes that a checkpoint has of it
+    copied: int  # bytes of its copies for saves
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +95,7 @@ class Scene:
     engine: Holding | None = None
     take_turns: bool = False
     checkpoints: bool = False
+    background: bool = False  # they are written in the background
     unit_elements: dict[int, int] = field(default_factory=dict)  # unit -> elements once gathered, padding included
     travelling: int = 0  # bytes sent for one pass of a micro-batch through experts on other ranks, to them and back
     recomputed: bool = False  # blocks compute again in backward
@@ -114,6 +119,7 @@ class Scene:
             OPTIMIZER: 0 if away else self.state.optimizer,
             BUFFERS: self.buffers,
             REFERENCE: self.reference,
+            COPIES: self.copies if self.device.type == "cpu" else 0,
         }
         if self.beside is not None:
             terms[self.beside.name] = 0 if away else self.beside.held
@@ -121,11 +127,19 @@ class Scene:
             terms |= {ENGINE: self.engine.weights, CACHE: self.engine.cache if sampling or not self.take_turns else 0}
         return terms
 
+    @property
+    def copies(self) -> int:
+        """What is saved in the background, of all that trains: kept in host memory from one save to the next."""
+        return self._copied + (self.beside.copied if self.beside is not None else 0)
+
+    @property
+    def _copied(self) -> int:
+        return self.state.saved if self.checkpoints and self.background else 0
+
     def aside(self, name: str) -> Beside:
         """What trains here, as it lies beside another model."""
         kept = self.state.gradient if self.footprint.gradients_stay else 0
-        saved = self.state.parameter + self.state.optimizer
-        return Beside(name, saved + kept + self.buffers, saved)
+        return Beside(name, self.state.parameter + self.state.optimizer + kept + self.buffers, self._copied)
 
     def unit(self, index: int) -> int:
         """Bytes of a gathered unit."""
@@ -160,7 +174,9 @@ def phases(scene: Scene, critic: Scene | None = None) -> list[Phase]:
         found.append(Phase(STEP, {**scene.rest(), GRADIENTS: scene.state.gradient, WORKING: _step(scene)}))
     if scene.engine is not None:
         found.append(Phase(PUSH, {**scene.rest(), WORKING: _push(scene, scene.itemsize)}))
-    found.append(Phase(SAVE, {**scene.rest(), **_save(scene)}))
+    if scene.checkpoints:
+        found.append(Phase(SAVE, {**scene.rest(), WORKING: _save(scene)}))
+    found.append(Phase(EXPORT, {**scene.rest(), WORKING: _push(scene, 4), FILE: _file(scene)}))
     return found
 
 
@@ -170,8 +186,7 @@ def _largest(name: str, moments: Sequence[Terms]) -> Phase:
 
 def _load(scene: Scene) -> list[Terms]:
     """Roles are loaded one after the other; a tensor that is read, or tested, is there beside what it fills."""
-    rest = scene.rest()
-    rest.pop(CACHE, None)
+    rest = {name: size for name, size in scene.rest().items() if name not in (CACHE, COPIES)}
     of_file = max((t.rows(scene.footprint.parameter) * 4 for t in scene.tensors), default=0)
     return [{**rest, WORKING: of_file}]
 
@@ -308,25 +323,30 @@ def _step(scene: Scene) -> int:
     """The optimizer's own, or what is made to bring stepped rows to all ranks."""
     if scene.footprint.parameter >= scene.footprint.optimizer:
         return scene.state.step
-    bucket = states.largest(scene.tensors, GATHER_BYTES, 4)  # as it arrives, as it is laid out, and what is sent of it
+    stepped = [tensor for tensor in scene.tensors if tensor.trained]
+    bucket = states.largest(stepped, GATHER_BYTES, 4)  # as it arrives, as it is laid out, and what is sent of it
     return max(scene.state.step, 2 * bucket + bucket // scene.footprint.optimizer)
 
 
 def _push(scene: Scene, itemsize: int) -> int:
-    """A bucket of whole tensors: cast, or gathered as well (as it arrives, and as it is laid out)."""
-    bucket = states.largest(scene.tensors, BUCKET_BYTES, itemsize)
+    """A bucket of whole tensors: merged with adapters, cast, or gathered as well (as it arrives, and as it is laid out)."""
+    below = [tensor for tensor in scene.tensors if not tensor.saved]  # that have adapters, or may have
+    bucket = states.largest(below or scene.tensors, BUCKET_BYTES, itemsize)
     gathering = scene.footprint.gathering
+    merged = 4 * bucket // itemsize // scene.footprint.parameter if below else 0  # where they lie, in float32
     if gathering is None or (scene.footprint.parameter == 1 and gathering.arrives_apart):
-        return 0 if itemsize == 4 else bucket
+        return merged if itemsize == 4 else merged + bucket
     pieces = bucket // scene.footprint.parameter if itemsize < 4 or gathering.arrives_apart else 0  # cast, or laid end to end
-    return 2 * bucket + pieces if gathering.arrives_apart else bucket + pieces
+    return merged + pieces + (2 * bucket if gathering.arrives_apart else bucket)
 
 
-def _save(scene: Scene) -> Terms:
-    """Export gathers bucket by bucket in float32; a checkpoint is copied to host memory first."""
-    terms = {WORKING: _push(scene, 4)}
-    if scene.device.type == "cpu":
-        export = min(4 << 30, 4 * states.count(scene.tensors))
-        saved = scene.state.parameter + scene.state.optimizer + (scene.beside.saved if scene.beside is not None else 0)
-        terms[COPIES] = max(export, saved if scene.checkpoints else 0)
-    return terms
+def _save(scene: Scene) -> int:
+    """Where shards have no whole rows: a tensor that is gathered, and the rows that are cut from it."""
+    if not scene.footprint.flat:
+        return 0
+    return max((t.itemsize * (t.numel + t.rows(scene.footprint.optimizer)) for t in scene.tensors if t.saved), default=0)
+
+
+def _file(scene: Scene) -> int:
+    """Rank 0 exports the model in float32, file by file, from host memory."""
+    return min(_FILE_BYTES, 4 * states.count(scene.tensors)) if scene.device.type == "cpu" else 0

@@ -14,7 +14,7 @@ from drumroll.backends import optim as optimizers
 from drumroll.backends.base import OptimSpec
 from drumroll.backends.buckets import buckets
 from drumroll.backends.footprint import Footprint
-from drumroll.models import dispatch
+from drumroll.models import dispatch, lora
 from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
 from drumroll.planner.trace import Live
@@ -34,6 +34,7 @@ class Stored:
     unit: int  # index of what it is gathered with, or OUTSIDE: the root
     head: bool = False  # the language-model head's: its gradient is the first that backward makes
     apart: int = 1  # of so many groups of ranks each has its own rows: those of experts that are shared
+    saved: bool = True  # a checkpoint has it; with adapters it has these alone
 
     @property
     def numel(self) -> int:
@@ -56,6 +57,7 @@ def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
     unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
     head = {id(p) for p in scorer.head.parameters()}
     shared = _shared(scorer, footprint)
+    adapters = {name for adapter in lora.adapters(scorer.hf) for name in (adapter.a, adapter.b)}
     return [
         Stored(
             name=scorer.hf_name(name),
@@ -66,6 +68,7 @@ def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
             unit=unit_of.get(id(p), OUTSIDE),
             head=id(p) in head,
             apart=footprint.experts if id(p) in shared else 1,
+            saved=not adapters or scorer.hf_name(name) in adapters,
         )
         for name, p in scorer.named_parameters()
     ]
@@ -99,6 +102,7 @@ class State:
     host: int  # in host memory, where something is off-loaded
     step: int  # what the optimizer holds beyond this while it steps
     between: int  # between steps, wherever it lies
+    saved: int  # this rank's part of a checkpoint
 
     @property
     def total(self) -> int:
@@ -109,15 +113,16 @@ def state(tensors: Sequence[Stored], footprint: Footprint, optim: OptimSpec | No
     """`optim` None: forward-only, no gradients and no optimizer."""
     parameter = _divided_bytes(tensors, footprint)
     if optim is None:
-        return State(0, 0, 0, parameter, 0, parameter) if footprint.offload else State(parameter, 0, 0, 0, 0, parameter)
+        return State(0, 0, 0, parameter, 0, parameter, 0) if footprint.offload else State(parameter, 0, 0, 0, 0, parameter, 0)
     trained = [tensor for tensor in tensors if tensor.trained]
     gradient = 4 * share(trained, footprint.gradient, footprint)
     on_device, on_host = _optimizer(trained, footprint, optim)
     step = _step(trained, footprint, optim)
     between = parameter + on_device + on_host + (gradient if footprint.gradients_stay else 0)
+    saved = sum(t.itemsize * t.rows(footprint.optimizer) for t in tensors if t.saved) + on_device + on_host
     if footprint.offload:
-        return State(0, 0, 0, parameter + gradient + on_device + on_host, step, between)
-    return State(parameter, gradient, on_device, on_host, step, between)
+        return State(0, 0, 0, parameter + gradient + on_device + on_host, step, between, saved)
+    return State(parameter, gradient, on_device, on_host, step, between, saved)
 
 
 def _divided_bytes(tensors: Sequence[Stored], footprint: Footprint) -> int:

@@ -99,8 +99,7 @@ def _traffic(planned: Planned) -> Table | str:
 
 def _verdict(planned: Planned) -> list[str]:
     plan = planned.forecast
-    host = plan.state.host + (plan.critic.host if plan.critic is not None else 0)
-    lines = [f"in host memory besides: {size(host)}"] if host else []
+    lines = [f"in host memory besides: {size(plan.host)}"] if plan.host else []
     lines += [f"[yellow]{escape(note)}[/]" for note in plan.notes]
     peak = f"peak {size(plan.peak.total)} in {plan.peak.name}"
     if planned.memory is None:

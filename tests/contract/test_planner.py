@@ -14,14 +14,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from drumroll import plugins
-from drumroll.backends.base import ModelSpec, OptimSpec
+from drumroll.backends.base import LoraSpec, ModelSpec, OptimSpec
 from drumroll.engines.base import Demand, EngineSpec, Foreseen, GenerateRequest, Holding, SamplingParams
 from drumroll.models.build import build
 from drumroll.models.locate import locate
 from drumroll.planner import command
 from drumroll.planner.forecast import training_scene
-from drumroll.planner.measure import Measured, measure
-from drumroll.planner.phases import ENGINE, LOGPROBS, PUSH, STEP, TRAIN, Scene, phases
+from drumroll.planner.measure import Measured, measure, measure_save
+from drumroll.planner.phases import (
+    COPIES,
+    CRITIC_STEP,
+    CRITIC_TRAIN,
+    ENGINE,
+    LOGPROBS,
+    PUSH,
+    SAVE,
+    STEP,
+    TRAIN,
+    VALUES,
+    Scene,
+    phases,
+)
 from drumroll.planner.trace import Batch
 from tests.contract import backend_runs as runs
 from tests.ranks import run_ranks
@@ -55,12 +68,16 @@ PLAIN = [Case(name) for name in plugins.names("backends") if name != plugins.SPE
 SHARING = [Case(plugins.SPECIFICATION_BACKEND, group=2), Case(plugins.SPECIFICATION_BACKEND, group=6)]
 FULL = {"checkpointing": "full"}
 BF16 = {"compute_dtype": torch.bfloat16}
+VALUE = {"head": "value"}
+OF_A_CRITIC = {LOGPROBS: VALUES, TRAIN: CRITIC_TRAIN, STEP: CRITIC_STEP}
 VARIANTS = [
     Case("fsdp2", {"reshard_after_forward": False}),
     Case("fsdp2", {"grad_sync": "last"}, micros=3),
     Case("fsdp2", {"embeddings": "apart"}, FULL),
     Case("fsdp2", spec=BF16),
-    Case("fsdp2", micros=1),
+    Case("fsdp2", spec=VALUE, micros=1),
+    Case("zero2", spec={"lora": LoraSpec(rank=8)}),
+    Case("fsdp2", spec={"lora": LoraSpec(rank=8), **BF16}),
     Case("fsdp2", optim=OptimSpec(name="muon")),
     Case("fsdp2", optim=OptimSpec(name="adafactor")),
     Case("fsdp1", {"reshard_after_forward": False}),
@@ -74,13 +91,15 @@ VARIANTS = [
 IN_FOURS = [Case("fsdp2", {"replicas": 2}), Case("fsdp2", {"reshard_after_forward": 2})]
 
 
-def watch(rank: int, ranks: int, cases: list[Case], folder: Path) -> list[Measured]:
-    """Each case in turn, on these processes."""
+def watch(rank: int, ranks: int, cases: list[Case], folder: Path, scratch: Path) -> list[Measured]:
+    """Each case in turn, on these processes; what a save keeps counts as one more kind of what is at rest."""
     found = []
-    for case in cases:
+    for index, case in enumerate(cases):
         spec = ModelSpec(str(folder), **case.spec)
         backend = runs.start(rank, ranks, case.name, case.options, spec, case.optim)
-        found.append(measure(backend, case.batch, case.micros, spec.compute_dtype, runs.CPU, case.group))
+        measured = measure(backend, case.batch, case.micros, spec.compute_dtype, runs.CPU, case.group, valued=spec.head == "value")
+        saving, kept = measure_save(backend, scratch / str(index), runs.CPU)
+        found.append(Measured(measured.rest | {COPIES: kept}, measured.peaks | {SAVE: saving}))
         backend.close()
         del backend
         gc.collect()  # what is freed late would be counted with the next case
@@ -104,13 +123,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "cases"),
     [
         pytest.param(1, [Case(plugins.SPECIFICATION_BACKEND), *PLAIN, *SHARING], id="1"),
-        pytest.param(2, PLAIN, id="2"),
-        pytest.param(2, VARIANTS, id="2 with options"),
+        pytest.param(2, PLAIN + VARIANTS, id="2"),
         pytest.param(4, PLAIN + IN_FOURS, id="4"),
     ],
 )
-def test_planned_is_measured(ranks: int, cases: list[Case], folder: Path) -> None:
-    assert_planned_is_measured(ranks, cases, folder)
+def test_planned_is_measured(ranks: int, cases: list[Case], folder: Path, tmp_path: Path) -> None:
+    assert_planned_is_measured(ranks, cases, folder, tmp_path)
 
 
 def test_planned_is_measured_where_ranks_share_experts(tmp_path: Path) -> None:
@@ -122,22 +140,27 @@ def test_planned_is_measured_where_ranks_share_experts(tmp_path: Path) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     shared = {"expert_ranks": 2}
-    assert_planned_is_measured(2, [Case("fsdp2", shared, BF16), Case("fsdp2", shared | {"grad_sync": "last"}, micros=3)], tmp_path)
+    cases = [Case("fsdp2", shared, BF16), Case("fsdp2", shared | {"grad_sync": "last"}, micros=3)]
+    assert_planned_is_measured(2, cases, tmp_path, tmp_path)
 
 
-def assert_planned_is_measured(ranks: int, cases: list[Case], folder: Path) -> None:
+def assert_planned_is_measured(ranks: int, cases: list[Case], folder: Path, scratch: Path) -> None:
     """Persistent state within 5 %, the peak of every phase within 15 %, on the fullest rank; shared prompts take no more than planned."""
-    by_rank = run_ranks(watch, ranks, cases, folder, timeout=240.0)
+    by_rank = run_ranks(watch, ranks, cases, folder, scratch, timeout=240.0)
     wrong: list[str] = []
     for index, case in enumerate(cases):
         found = max((of_rank[index] for of_rank in by_rank), key=lambda measured: sum(measured.rest.values()))
         scene = foresee(case, ranks, folder)
         state = {"parameter": scene.state.parameter, "gradient": scene.state.gradient, "optimizer": scene.state.optimizer}
-        peaks = {phase.name: phase.total for phase in phases(scene)}
+        state[COPIES] = scene.state.saved
+        critic = scene if case.spec.get("head") == "value" else None
+        saving = replace(scene, checkpoints=True, background=True)
+        peaks = {phase.name: phase.total for phase in phases(scene, critic)} | {p.name: p.total for p in phases(saving) if p.name == SAVE}
         wrong += [off for kind in state if (off := beyond(case, kind, state[kind], found.rest[kind], REST, REST))]
-        phase_names = (LOGPROBS, TRAIN, STEP, PUSH)
+        phase_names = (LOGPROBS, TRAIN, STEP, PUSH, SAVE)
+        of = OF_A_CRITIC if critic is not None else {}
         over, under = (PEAK, PEAK) if case.group == 1 else (SHARED, 0.01)
-        wrong += [off for name in phase_names if (off := beyond(case, name, peaks[name], found.peaks[name], over, under))]
+        wrong += [off for name in phase_names if (off := beyond(case, name, peaks[of.get(name, name)], found.peaks[name], over, under))]
     assert not wrong, "\n".join(wrong)
 
 

@@ -24,14 +24,18 @@ from drumroll.planner.forecast import forecast, training_scene
 from drumroll.planner.measure import micro_batch
 from drumroll.planner.phases import (
     CACHE,
+    COPIES,
     CRITIC,
     CRITIC_STEP,
     CRITIC_TRAIN,
+    EXPORT,
     GRADIENTS,
+    LOAD,
     OPTIMIZER,
     PARAMETERS,
     POLICY,
     SAMPLING,
+    SAVE,
     STEP,
     TRAIN,
     VALUES,
@@ -111,6 +115,18 @@ def test_adapters_alone_have_gradients_and_moments(llama: Path) -> None:
     base = sum(t.numel for t in scene.tensors if not t.trained)
     assert 0 < adapters < base / 4
     assert (scene.state.parameter, scene.state.gradient, scene.state.optimizer) == (2 * base + 4 * adapters, 4 * adapters, 8 * adapters)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("ddp", 1), ("zero1", 4), ("zero2", 4), ("fsdp1", 4), ("fsdp2", 4)])
+def test_a_rank_saves_its_rows_of_parameters_and_moments(name: str, parts: int, llama: Path) -> None:
+    """12 bytes a parameter in all; of a model with adapters these alone."""
+    plain, adapted = ModelSpec(str(llama)), ModelSpec(str(llama), lora=LoraSpec(rank=4))
+    for spec in (plain, adapted):
+        of = footprint(name, 4)
+        tensors = state.parameters(build_fake(spec)[1], of)
+        saved = state.count(tensor for tensor in tensors if tensor.trained)
+        assert saved == state.count(tensors) or spec is adapted
+        assert state.state(tensors, of, OptimSpec()).saved == 12 * saved // parts
 
 
 def test_a_forward_only_model_holds_parameters_alone(llama: Path) -> None:
@@ -268,6 +284,24 @@ def test_turns_take_the_policy_away_while_the_engine_samples() -> None:
     assert turns.phase(TRAIN).terms[OPTIMIZER] == together.phase(TRAIN).terms[OPTIMIZER]
 
 
+def test_copies_of_saves_in_the_background_lie_in_every_phase_but_load() -> None:
+    recipe = config.load("recipes/ppo_quickstart.yaml", ["checkpoint.every=2"])
+    folder = config_folder(recipe.model.path)
+    plan = forecast(recipe, folder)
+    assert plan.critic is not None
+    copies = plan.state.saved + plan.critic.saved
+    assert {phase.terms.get(COPIES, 0) for phase in plan.phases if phase.name != LOAD} == {copies}
+    assert plan.phase(LOAD).terms.get(COPIES, 0) == 0
+    at_once = forecast(config.load("recipes/ppo_quickstart.yaml", ["checkpoint.every=2", "checkpoint.async_save=false"]), folder)
+    assert plan.phase(TRAIN).total - at_once.phase(TRAIN).total == plan.phase(SAVE).total - at_once.phase(SAVE).total == copies
+    never = forecast(config.load("recipes/ppo_quickstart.yaml", ["checkpoint.every=0"]), folder)
+    assert SAVE not in [phase.name for phase in never.phases]
+    assert never.phase(EXPORT).total == at_once.phase(EXPORT).total
+    away = forecast(config.load("recipes/ppo_quickstart.yaml", ["checkpoint.every=2", "runtime.device=cuda"]), folder)
+    assert away.host == away.state.saved + away.critic.saved
+    assert away.phase(TRAIN).terms[COPIES] == 0
+
+
 def test_a_reference_is_one_more_model() -> None:
     without, held = (forecast(quickstart(f"algorithm.kl={{coef: {coef}}}"), quickstart_folder()) for coef in (0.0, 0.1))
     added = held.phase(STEP).total - without.phase(STEP).total
@@ -340,7 +374,7 @@ def test_a_model_that_is_not_here(tmp_path: Path) -> None:
 
 
 def test_exit_code_says_whether_it_fits() -> None:
-    answer = CliRunner().invoke(app, ["plan", "recipes/quickstart.yaml", "--memory", "1MiB"])
+    answer = CliRunner().invoke(app, ["plan", "recipes/quickstart.yaml", "--memory", "100MiB"])
     assert answer.exit_code == 1 and "does not fit" in answer.output
     assert CliRunner().invoke(app, ["plan", "recipes/quickstart.yaml", "--memory", "8GiB"]).exit_code == 0
 
