@@ -76,7 +76,7 @@ def training_scene(
 ) -> Scene:
     """A policy alone on its ranks: no engine, no reference. Reads the config.json of `spec.path`, no weights."""
     _, scorer = _built(spec)
-    tensors = states.parameters(scorer, footprint)
+    tensors = states.parameters(scorer, footprint, adapted=spec.lora is not None)
     return Scene(
         device=device,
         footprint=footprint,

@@ -14,7 +14,7 @@ from drumroll.backends import optim as optimizers
 from drumroll.backends.base import OptimSpec
 from drumroll.backends.buckets import buckets
 from drumroll.backends.footprint import Footprint
-from drumroll.models import dispatch, lora
+from drumroll.models import dispatch
 from drumroll.models.experts import expert_modules
 from drumroll.models.scorer import Scorer
 from drumroll.planner.trace import Live
@@ -50,14 +50,13 @@ class Stored:
         return -(-self.shape[0] // self.apart // (ranks // self.apart)) * self.shape[1:].numel() if self.shape else 1
 
 
-def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
-    """All parameters, in the model's order."""
+def parameters(scorer: Scorer, footprint: Footprint, adapted: bool = False) -> list[Stored]:
+    """All parameters, in the model's order. `adapted`: what trains are adapters."""
     block_of = {id(p): index for index, block in enumerate(scorer.blocks) for p in block.parameters()}
     units = footprint.gathering.units(scorer) if footprint.gathering is not None else ()
     unit_of = {id(p): index for index, unit in enumerate(units) for p in unit}
     head = {id(p) for p in scorer.head.parameters()}
     shared = _shared(scorer, footprint)
-    adapters = {name for adapter in lora.adapters(scorer.hf) for name in (adapter.a, adapter.b)}
     return [
         Stored(
             name=scorer.hf_name(name),
@@ -68,7 +67,7 @@ def parameters(scorer: Scorer, footprint: Footprint) -> list[Stored]:
             unit=unit_of.get(id(p), OUTSIDE),
             head=id(p) in head,
             apart=footprint.experts if id(p) in shared else 1,
-            saved=not adapters or scorer.hf_name(name) in adapters,
+            saved=p.requires_grad or not adapted,
         )
         for name, p in scorer.named_parameters()
     ]

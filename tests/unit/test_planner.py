@@ -123,7 +123,7 @@ def test_a_rank_saves_its_rows_of_parameters_and_moments(name: str, parts: int, 
     plain, adapted = ModelSpec(str(llama)), ModelSpec(str(llama), lora=LoraSpec(rank=4))
     for spec in (plain, adapted):
         of = footprint(name, 4)
-        tensors = state.parameters(build_fake(spec)[1], of)
+        tensors = state.parameters(build_fake(spec)[1], of, adapted=spec is adapted)
         saved = state.count(tensor for tensor in tensors if tensor.trained)
         assert saved == state.count(tensors) or spec is adapted
         assert state.state(tensors, of, OptimSpec()).saved == 12 * saved // parts
