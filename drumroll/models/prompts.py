@@ -124,7 +124,7 @@ def supports(hf: PreTrainedModel, attention: str) -> bool:
     fields = hf.config.get_text_config().to_dict()
     if fields.get("model_type") in _OWN_MASKS or any(isinstance(module, nn.Conv1d) for module in hf.modules()):
         return False
-    whole = all(kind == "full_attention" for kind in fields.get("layer_types") or ()) and fields.get("sliding_window") is None
+    whole = all(kind == "full_attention" for kind in fields.get("layer_types") or ()) and not fields.get("sliding_window")
     return attention == _BASE and whole and bool(hf._supports_attention_backend)
 
 
@@ -138,7 +138,7 @@ def install(hf: PreTrainedModel, blocks: Sequence[nn.Module]) -> str:
     try:
         attentions.choose(hf, _TRIAL)
         with torch.no_grad():
-            _run_without_values(hf.base_model, trial)
+            _run_without_values(hf, trial)
         of_all = _all_of(blocks, trial.modules)
         reason = "" if of_all else "expected every block, and nothing else, to call its attention through transformers' interface"
     except (UserError, _Unsuited) as error:
@@ -158,12 +158,17 @@ class _Unsuited(Exception):
     """What a trial found."""
 
 
-def _run_without_values(body: nn.Module, trial: _Trial) -> None:
-    """One pass of a body over meta tensors; in bfloat16, the one dtype of which grouped matmuls of experts know their shapes."""
+def _run_without_values(hf: PreTrainedModel, trial: _Trial) -> None:
+    """One pass of a body over meta tensors; in bfloat16, the one dtype of which grouped matmuls of experts know their shapes.
+
+    From embeddings on: some models (GPT-2 with a `pad_token_id`) look at the values of ids, to warn of padding.
+    """
+    body, width = hf.base_model, hf.get_input_embeddings().get_parameter("weight").shape[1]
     tensors = {name: torch.empty_like(p, dtype=torch.bfloat16, device="meta") for name, p in body.named_parameters()}
     tensors |= {name: buffer.to("meta") for name, buffer in body.named_buffers()}
-    ids_1U = torch.zeros(1, _TRIED, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": ids_1U, "position_ids": ids_1U, "attention_mask": None, "use_cache": False, "shared": trial}
+    embedded_1UH = torch.empty(1, _TRIED, width, dtype=torch.bfloat16, device="meta")
+    positions_1U = torch.zeros(1, _TRIED, dtype=torch.int64, device="meta")
+    inputs = {"inputs_embeds": embedded_1UH, "position_ids": positions_1U, "attention_mask": None, "use_cache": False, "shared": trial}
     functional_call(body, tensors, (), inputs)
 
 

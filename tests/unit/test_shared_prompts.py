@@ -12,7 +12,16 @@ import torch
 import torch._dynamo as dynamo
 from torch import nn
 from transformers import AutoModelForCausalLM as Auto
-from transformers import DiffLlamaConfig, DogeConfig, LlamaConfig, NemotronConfig, PreTrainedModel
+from transformers import (
+    DiffLlamaConfig,
+    DogeConfig,
+    GPT2Config,
+    LlamaConfig,
+    NemotronConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+)
 
 from drumroll.errors import RunError
 from drumroll.models import prompts
@@ -203,6 +212,21 @@ UNSUITED: dict[str, Callable[..., Any]] = {
     "expected every block, and nothing else, to call its attention": lambda plain, hidden_states, **others: (hidden_states, None),
     "cannot be tried without values": lambda plain, hidden_states, **others: plain(hidden_states * hidden_states.sum().item(), **others),
 }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=48, pad_token_id=0),  # its body looks for padding
+        Qwen2MoeConfig(**models._SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16),
+    ],
+    ids=["gpt2 with padding", "a window of 0 is none"],
+)
+def test_what_can_be_shared_is_shared(config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        hf = Auto.from_config(config, dtype=torch.float32)
+    assert prompts.supports(hf, "sdpa")
+    assert prompts.install(hf, find_blocks(hf)) == ""
 
 
 @pytest.mark.parametrize("reason", UNSUITED)
