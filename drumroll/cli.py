@@ -83,7 +83,7 @@ def train(
     paths = [text for text in arguments if resume and ("=" not in text or Path(text).is_dir())]
     if len(paths) > 1:
         raise UserError(f"--resume: expected one checkpoint, got {', '.join(paths)}")
-    run = recipes.read(recipe, [text for text in arguments if text not in paths], "train")
+    run = recipes.read(recipe, [text for text in arguments if text not in paths], "resume" if resume else "train")
 
     from drumroll.pipelines import resume as resuming
     from drumroll.pipelines import rl, sft

@@ -27,7 +27,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "critic_learning_rate": ("algorithm.critic.lr",),
     "dataset": ("data.train",),
     "dataset_name": ("data.train",),
-    "epsilon": ("algorithm.clip_low",),
+    "epsilon": ("algorithm.clip_low", "optim.eps"),
     "epsilon_high": ("algorithm.clip_high",),
     "eval_steps": ("eval.every",),
     "function": ("rewards.fn",),
@@ -95,14 +95,15 @@ class Suggestion:
 def suggest(unknown: str, beside: Sequence[str], everywhere: Iterable[str]) -> Suggestion:
     """What to say of an unknown dotted key. `beside`: names valid in its section; `everywhere`: every key that there is.
 
-    What the name means elsewhere in the field comes first; then what it shares its words with or is spelt like, in its section before
-    others; what it is only vaguely like comes last.
+    What the name means in other frameworks comes first, but for a key of its own section that is spelt almost alike; then what it shares
+    its words with, in its section before others; what it is only vaguely like comes last.
     """
     parent, _, leaf = unknown.rpartition(".")
     leaf, prefix = leaf.lower(), f"{parent}." if parent else ""
     known = sorted(set(everywhere))
-    found = _renamed(leaf, prefix, beside, known)
-    found = found or _spelt(leaf, prefix, beside, SURE)
+    meant = [key for key in OTHER_NAMES.get(leaf, ()) if key in known]
+    found = [prefix + name for name in dict.fromkeys(key.rpartition(".")[2] for key in meant) if name in beside]
+    found = found or _spelt(leaf, prefix, beside, SURE) or meant
     found = found or _few(prefix + name for name in beside if _shares_words(leaf, name))
     found = found or _few(key for key in known if key.rpartition(".")[2] == leaf)
     found = found or _few(key for key in known if _shares_words(leaf, key.rpartition(".")[2]))
@@ -110,13 +111,6 @@ def suggest(unknown: str, beside: Sequence[str], everywhere: Iterable[str]) -> S
     if not found:
         return Suggestion(f"valid keys here: {', '.join(beside) or 'none'}")
     return Suggestion(f"did you mean {' or '.join(map(repr, found))}?", found)
-
-
-def _renamed(leaf: str, prefix: str, beside: Sequence[str], known: Sequence[str]) -> list[str]:
-    """What another framework's name is called here: the key of that name in this section, if there is one."""
-    meant = [key for key in OTHER_NAMES.get(leaf, ()) if key in known]
-    here = dict.fromkeys(prefix + name for key in meant if (name := key.rpartition(".")[2]) in beside)
-    return list(here) or meant
 
 
 def _spelt(leaf: str, prefix: str, beside: Sequence[str], cutoff: float) -> list[str]:

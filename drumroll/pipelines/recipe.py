@@ -18,8 +18,9 @@ from drumroll.errors import UserError
 from drumroll.observe.run import CONFIG_FILE
 from drumroll.rewards import lookup
 
-# What is read beside the recipe: by a training run all of it, by an evaluation its rows and rewards, by `plan` or `verify` nothing.
-Purpose = Literal["train", "eval", "look"]
+# What is read beside the recipe: by a training run all of it, by one that goes on rows and rewards (where its warmed-up model is, nothing
+# that made it has to be), by an evaluation the model, its rows and rewards, by `plan` or `verify` nothing.
+Purpose = Literal["train", "resume", "eval", "look"]
 
 
 def read(path: Path, overrides: Sequence[str] = (), purpose: Purpose = "look") -> RunConfig:
@@ -53,7 +54,7 @@ def read_of_run(name: str, overrides: Sequence[str] = ()) -> tuple[Path, int | N
 
 def _folders(run: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
     """What may be folders of models; whether one is that of a model is seen when it is loaded."""
-    if purpose != "look":
+    if purpose in ("train", "eval"):
         yield "model.path", run.model.path
         if isinstance(run.warmup, str):
             yield "warmup", run.warmup
@@ -62,9 +63,9 @@ def _folders(run: RunConfig, purpose: Purpose) -> Iterator[tuple[str, str]]:
 
 
 def _sources(run: RunConfig, purpose: Purpose) -> Iterator[tuple[str, SourceConfig]]:
-    if purpose == "train":
+    if purpose in ("train", "resume"):
         yield "data.train", run.data.train
-        if isinstance(run.warmup, WarmupConfig) and run.warmup.data is not None:
-            yield "warmup.data", run.warmup.data
+    if purpose == "train" and isinstance(run.warmup, WarmupConfig) and run.warmup.data is not None:
+        yield "warmup.data", run.warmup.data
     if purpose != "look" and run.data.eval is not None:
         yield "data.eval", run.data.eval

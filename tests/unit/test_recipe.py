@@ -67,7 +67,9 @@ def test_reading_checks_what_a_purpose_needs_and_no_more(repository: Path) -> No
     assert recipe.read(repository / QUICKSTART, gone).rewards[0].fn == "none.py:f"  # `plan`, `replay` and `export` score nothing
     no_prompts = ["data.train={path: none.jsonl}", "warmup=null"]
     assert recipe.read(repository / QUICKSTART, no_prompts, "eval").warmup is None  # an evaluation trains on nothing
-    for purpose, overrides, words in (("eval", gone, "none.py: no such file"), ("train", no_prompts, "data.train.path: no such file")):
+    began = ["warmup.data={path: none.jsonl}", "model.path=./none"]
+    assert recipe.read(repository / QUICKSTART, began, "resume").warmup is not None  # a warm-up that has been made reads nothing again
+    for purpose, overrides, words in (("eval", gone, "none.py: no such file"), ("resume", no_prompts, "data.train.path: no such file")):
         with pytest.raises(UserError, match=words):
             recipe.read(repository / QUICKSTART, overrides, purpose)  # type: ignore[arg-type]
 
@@ -83,6 +85,10 @@ def test_reading_checks_what_a_purpose_needs_and_no_more(repository: Path) -> No
         ("batch_size=1", "'rollout.prompts_per_step' or 'train.batch_size'"),
         ("rollout.batch_size=1", "'rollout.prompts_per_step'"),
         ("model.lora.r=1", "'model.lora.rank'"),
+        ("algorithm.beta=1", "'algorithm.kl.coef'"),
+        ("optim.beta=1", "'optim.betas'"),  # of Adam, not of the KL
+        ("optim.epsilon=1", "'optim.eps'"),
+        ("algorithm.epsilon=1", "'algorithm.clip_low'"),
         ("eval.steps=1", "'eval.every'"),
         ("lr=1", "'algorithm.critic.lr' or 'optim.lr' or 'warmup.lr'"),
         ("reshard=1", "'backend.fsdp1.reshard_after_forward' or 'backend.fsdp2.reshard_after_forward'"),
