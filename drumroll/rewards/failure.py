@@ -20,7 +20,8 @@ class RewardFailure(RunError):
 
 def in_a_line(error: BaseException) -> str:
     """`KeyError: 'x' at my_rewards.py:3, in score`: the last line of the function's own file on the way to the error."""
-    said = traceback.format_exception_only(error)[-1].strip()
+    lines = traceback.format_exception_only(error)  # of a SyntaxError first where it is, of others last the notes
+    said = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
     frames = _frames(error)
     if not frames:
         return said

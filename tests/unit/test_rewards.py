@@ -19,7 +19,7 @@ from drumroll.errors import RunError, UserError
 from drumroll.plugins import install
 from drumroll.rewards import text
 from drumroll.rewards.base import FunctionCounts, RewardSet
-from drumroll.rewards.failure import RewardFailure
+from drumroll.rewards.failure import RewardFailure, in_a_line
 from drumroll.rewards.math import math as math_reward
 from drumroll.types import Group, Prompt, Rollout
 
@@ -255,6 +255,13 @@ def test_a_function_that_raises_is_named_with_line_error_and_sample(isolate: boo
     assert caught.value.trace.startswith(f'Traceback (most recent call last):\n  File "{Path(__file__)}"')
     assert caught.value.trace.endswith("KeyError: 'anser'\n")
     assert "call.py" not in caught.value.trace
+
+
+def test_what_is_said_of_an_error_is_one_line_without_its_notes() -> None:
+    error = ValueError("two\n  lines")
+    error.add_note("a note")
+    assert in_a_line(error) == "ValueError: two lines"
+    assert in_a_line(SyntaxError("wrong", ("file.py", 3, 1, "x", 3, 2))) == "SyntaxError: wrong"
 
 
 def test_a_value_that_is_no_number_is_said_too() -> None:
