@@ -38,6 +38,10 @@ __all__ = [
 Checkpointing = Literal["none", "full", "offload", "selective"]
 
 
+# What reads hidden states: the language model's own, or one that gives a value.
+Head = Literal["lm", "value"]
+
+
 # What a backend can release for a while, and the names of these in `memory`.
 Kind = Literal["parameter", "gradient", "optimizer"]
 PARAMETER: Kind = "parameter"
@@ -75,7 +79,7 @@ class ModelSpec:
     compute_dtype: torch.dtype = torch.float32  # of matmuls; stored parameters are always fp32 (but see LoraSpec.base_dtype)
     temperature: float = 1.0  # log-probs are log_softmax(logits / temperature), as in sampling
     trainable: tuple[str, ...] = ()  # regular expressions over HF parameter names; empty: all
-    head: Literal["lm", "value"] = "lm"  # "value": a number a state instead of log-probs (models/value.py); it always trains
+    head: Head = "lm"  # "value": a number a state instead of log-probs (models/value.py); it always trains
     lora: LoraSpec | None = None  # `trainable` is then empty
     layout: str = "auto"  # "rows", "packed" or "auto": how a micro-batch is laid out for the kernels
     attention: str = "sdpa"  # transformers' attn_implementation

@@ -177,7 +177,7 @@ def memory(labels: Labels, reports: Sequence[Report], case: Case, divisors: Mapp
     if case.model.lora is not None:
         return [everything]  # what trains is not of the model
     kinds = [kind for kind in _BYTES if kind != OPTIMIZER or case.optim.name == "adamw"]  # others have less state than two moments
-    shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable) for kind in kinds}
+    shapes = {kind: case.subject.trained(() if kind == PARAMETER else case.model.trainable, case.model.head) for kind in kinds}
     rows = []
     for kind in kinds:
         held = sum(report.memory.get(kind, 0) for report in reports)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from drumroll.backends.base import ModelSpec
+from drumroll.backends.base import Head, ModelSpec
+from drumroll.models import value
 from drumroll.models.build import build, parameter_names
 from drumroll.models.experts import expert_modules
 from drumroll.models.fused import file_tensors
@@ -42,6 +44,9 @@ _FAMILIES: dict[str, Callable[[bool], PreTrainedConfig]] = {
 }
 
 
+Shapes = Mapping[tuple[str, ...], tuple[int, ...]]  # of every parameter, by its HF names: a tied one has several
+
+
 @dataclass(slots=True, frozen=True)
 class Subject:
     """One model, and what the suite has to know of it."""
@@ -52,12 +57,14 @@ class Subject:
     tied: bool  # head and input embedding are one parameter
     embedding: str  # HF name of the input embedding
     experts: bool  # a mixture of experts
-    shapes: Mapping[tuple[str, ...], tuple[int, ...]]  # of every parameter, by its HF names: a tied one has several
+    shapes: Shapes
 
-    def trained(self, patterns: Sequence[str]) -> list[tuple[int, ...]]:
-        """Shapes of the parameters that train, as `ModelSpec.trainable` says it."""
-        chosen = [shape for names, shape in self.shapes.items() if any(re.search(p, name) for p in patterns for name in names)]
-        return chosen if patterns else list(self.shapes.values())
+    def trained(self, patterns: Sequence[str], head: Head) -> list[tuple[int, ...]]:
+        """Shapes of the parameters that train, as `ModelSpec.trainable` says it; a value head always does."""
+        of_head = self.shapes if head == "lm" else _shapes(build(ModelSpec(self.path, head=head)).hf)
+        wanted = [*patterns, re.escape(value.WEIGHT)]
+        chosen = [shape for names, shape in of_head.items() if any(re.search(p, name) for p in wanted for name in names)]
+        return chosen if patterns else list(of_head.values())
 
 
 def builtin(folder: Path) -> list[Subject]:
@@ -87,8 +94,12 @@ def describe(name: str, folder: Path) -> Subject:
         tied=scorer.tied,
         embedding=names[embedding][0],
         experts=bool(expert_modules(scorer.hf)),
-        shapes={tuple(aliases): tuple(parameter.shape) for parameter, aliases in names.items()},
+        shapes=_shapes(scorer.hf),
     )
+
+
+def _shapes(hf: nn.Module) -> Shapes:
+    return {tuple(aliases): tuple(parameter.shape) for parameter, aliases in parameter_names(hf).items()}
 
 
 def _write(folder: Path, config: PreTrainedConfig) -> None:

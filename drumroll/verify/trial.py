@@ -127,7 +127,7 @@ class Specification(AbstractContextManager["Specification"]):
             unclipped = replace(plain_optim, eps=1.0, max_grad_norm=0.0)
             case = Case(subject, {}, plain_model, unclipped, WHOLE, folder, folder, writes=True)
             clip = CLIP_SHARE * self._side.gradient_norm(case)
-            elements = sum(math.prod(shape) for shape in subject.trained(model.trainable))
+            elements = sum(math.prod(shape) for shape in subject.trained(model.trainable, model.head))
             scaled = replace(unclipped, max_grad_norm=clip, eps=EPSILON_SHARE * clip / math.sqrt(elements))
             self._known[key] = replace(case, optim=scaled)
         known = self._known[key]

@@ -55,7 +55,7 @@ COMMON = (
     Variant(name="compiled blocks", model={"compile": True}, splits=SPLITS[1:2], one_model=True, patience=5),
     Variant(name="one block and norms train", model={"trainable": (r"\.1\.", "norm")}, scenarios=(*_STATE, Probe.memory)),
     Variant(name="LoRA", model={"lora": LoraSpec(rank=4)}, scenarios=_STATE),
-    Variant(name="value head", model={"head": "value"}, scenarios=(*_STATE, Probe.forward_only, Probe.sleep)),
+    Variant(name="value head", model={"head": "value"}, scenarios=(*_STATE, Probe.memory, Probe.forward_only, Probe.sleep)),
     Variant(name="AdamW off-loaded", optim={"offload": True}, scenarios=_STATE),
     Variant(name="Muon", optim={"name": "muon"}, scenarios=_STATE),
     # It divides by the size of each gradient, and that of the bias of attention's keys is nothing but rounding.
