@@ -54,8 +54,10 @@ def _near_option(section: str, option: str) -> Suggestion:
 
 
 def _stray(key: str, option: str, selected: str) -> str:
-    """An option that stands beside `name` and not below the plug-in's name."""
+    """An option that stands beside `name` and not below the plug-in's name, or a plug-in's name with something else than options below."""
     section = f"{key}.{selected}"
+    if option == selected or f"{key}.{option}" in plugin_options():
+        return f"{key}.{option}: expected a section with the options of that plug-in; leave it out where it is to have none"
     near = _near_option(section, option).keys if option not in plugin_options().get(section, ()) else [f"{section}.{option}"]
     if near:
         return f"unknown key {f'{key}.{option}'!r}; did you mean {' or '.join(map(repr, near))}?"

@@ -114,6 +114,14 @@ def test_an_unknown_key_names_what_was_meant(override: str, meant: str, as_overr
     assert str(caught.value).splitlines()[0] == f"{file}: unknown key {unknown!r}; did you mean {meant}?"
 
 
+@pytest.mark.parametrize("override", ["backend.fsdp2=null", "backend.ddp=3", "engine.transformers=[slots]"])
+def test_a_plug_in_without_options_is_no_stray_option(override: str, repository: Path) -> None:
+    """As a section in YAML is that has nothing in it."""
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"{QUICKSTART}: {key}: expected a section with the options of that plug-in"):
+        recipe.read(repository / QUICKSTART, [override])
+
+
 def test_what_other_names_lead_to_exists() -> None:
     known = set(recipe_keys())
     assert {key for keys in OTHER_NAMES.values() for key in keys} - known == set()
