@@ -43,7 +43,7 @@ def read(path: Path, overrides: Sequence[str] = (), purpose: Purpose = "look") -
 def read_of_run(name: str, overrides: Sequence[str] = ()) -> tuple[Path, int | None, RunConfig]:
     """Directory, step and config of what `RUN` or `RUN@STEP` names. Raises UserError where there is no run."""
     folder, at, step = name.rpartition("@")
-    if at and not step.isdigit():
+    if at and not step.isdecimal():
         raise UserError(f"{name!r}: expected RUN@STEP, e.g. runs/quickstart@3")
     run_dir = Path(folder if at else name)
     file = run_dir / CONFIG_FILE
