@@ -54,6 +54,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "mini_batch_size": ("algorithm.minibatches",),
     "model_name": ("model.path",),
     "model_name_or_path": ("model.path",),
+    "n": ("algorithm.group_size",),
     "n_gpus": ("runtime.ranks",),
     "n_gpus_per_node": ("runtime.ranks",),
     "n_samples_per_prompt": ("algorithm.group_size",),

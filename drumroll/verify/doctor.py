@@ -115,7 +115,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", "cuda", "absent", built, "everything runs on the CPU; for a GPU: its driver and a CUDA build of torch")
         return
     shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).total < _SHARED_MEMORY:
+    if torch.cuda.device_count() > 1 and shared.is_dir() and shutil.disk_usage(shared).total < _SHARED_MEMORY:
         advice = "docker run --shm-size=8g, or --ipc=host: nccl passes data of one machine through it"
         yield Finding("devices", "shared memory", "wrong", f"{shared}: {shutil.disk_usage(shared).total / 2**20:.0f} MiB", advice)
     nccl = torch.distributed.is_nccl_available()

@@ -7,6 +7,7 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,11 +38,16 @@ def test_devices_are_those_that_torch_sees() -> None:
     assert ("cuda" in devices) == (not torch.cuda.is_available())
 
 
-@pytest.mark.parametrize(("mib", "told"), [(64, True), (8192, False)])
-def test_a_container_with_little_shared_memory_is_told_of_beside_gpus(mib: int, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("gpus", "mib", "told"), [(2, 64, True), (2, 8192, False), (1, 64, False)])
+def test_a_container_with_little_shared_memory_is_told_of_beside_gpus(
+    gpus: int, mib: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU alone needs none of it."""
     real = shutil.disk_usage
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a GPU", total_memory=1 << 36))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(total=mib << 20) if str(path) == "/dev/shm" else real(path))
     assert ("shared memory" in by_name("devices")) == told
 

@@ -82,6 +82,7 @@ def test_reading_checks_what_a_purpose_needs_and_no_more(repository: Path) -> No
         ("algorithm.critic.learning_rate=1", "'algorithm.critic.lr'"),
         ("algorithm.kl_coef=1", "'algorithm.kl.coef'"),
         ("algorithm.num_generations=1", "'algorithm.group_size'"),
+        ("rollout.n=1", "'algorithm.group_size'"),
         ("batch_size=1", "'rollout.prompts_per_step' or 'train.batch_size'"),
         ("rollout.batch_size=1", "'rollout.prompts_per_step'"),
         ("model.lora.r=1", "'model.lora.rank'"),
