@@ -51,11 +51,11 @@ def _train(config: RunConfig, reached: Callable[[str], None], resumed: Resumed |
             session.finish(policy)
 
 
-def open_samples(config: RunConfig, folder: Path) -> SampleStream:
-    """The training rows as samples. Raises UserError for rows that cannot be used, before anything is launched."""
+def open_samples(config: RunConfig, folder: Path, where: str = "data.train") -> SampleStream:
+    """The training rows as samples. Raises UserError for rows that cannot be used, before anything is launched. `where`: their key."""
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     check_vocabulary(config, folder, tokenizer)
-    rows = open_rows(config.data.train, config.data, "sft")
+    rows = open_rows(config.data.train, config.data, "sft", where=where)
     return SampleStream(rows, tokenizer, config.data, load_eos_ids(folder, tokenizer), config.max_length, config.seed)
 
 

@@ -39,7 +39,7 @@ def starting_model(config: RunConfig, recorder: Recorder | None) -> Path:
         return out
     if recorder is not None:
         recorder.note(f"warm-up: {config.warmup.steps} steps of SFT on the {SPECIFICATION_BACKEND} backend")
-    samples = sft.open_samples(run, folder)
+    samples = sft.open_samples(run, folder, "warmup.data" if config.warmup.data is not None else "data.train")
     with launch(partial(Worker, spec=WorkerSpec(run, folder, plan(run, reference=False))), ranks=1, device=run.runtime.device) as ranks:
         policy = Policy(ranks, run, total_steps=run.max_steps)
         sft.fit(policy, samples, run, recorder)

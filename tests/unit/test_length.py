@@ -12,6 +12,7 @@ from drumroll import config, plugins
 from drumroll.errors import UserError
 from drumroll.models.builtin import tokenizer
 from drumroll.pipelines import evaluate, rl, sft
+from drumroll.pipelines.warmup import starting_model
 from drumroll.rewards.base import RewardSet
 
 ROW = {"prompt": "ab", "answer": "ba", "completion": "ba"}
@@ -85,3 +86,11 @@ def test_a_token_without_an_embedding_is_refused_and_padding_is_not(tmp_path: Pa
         else:
             with pytest.raises(UserError, match=rf"the id {size}, and the model has {size} embeddings \(vocab_size\)"):
                 open_data[pipeline](run(tmp_path, model, pipeline=pipeline, **data))
+
+
+@pytest.mark.parametrize(("given", "where"), [(True, "warmup.data"), (False, "data.train")])
+def test_rows_of_a_warm_up_are_refused_under_their_own_key(given: bool, where: str, tmp_path: Path, model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"  # of prompts alone, which is enough for RL
+    warmup = {"steps": 1} | ({"data": {"path": str(rows)}} if given else {})
+    with pytest.raises(UserError, match=rf"^{where}: rows that cannot be used"):
+        starting_model(run(tmp_path, model, warmup=warmup, rollout={"max_tokens": 4}), None)
