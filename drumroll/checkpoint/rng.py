@@ -54,7 +54,7 @@ def restore(states: Generators, where: str) -> None:
     np.random.set_state(("MT19937", states["numpy"], int(position), int(has_gauss), gauss))
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     if _GPU in states and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
+        torch.cuda.set_rng_state(torch.from_numpy(states[_GPU]))
 
 
 def write(file: Path, states: Generators) -> None:
