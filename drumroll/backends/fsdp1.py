@@ -74,6 +74,11 @@ class Fsdp1Placement:
     def place(self, scorer: Scorer, ctx: RankContext, model: ModelSpec) -> None:
         """Unit by unit: a rank never holds more than its shards and one unit whole."""
         _refuse_two_dtypes(scorer)
+        if model.compile and ctx.world_size > 1:
+            raise UserError(
+                "backend.name=fsdp1: a gradient that waits for the next micro-batch has the shape of this rank's piece, and its parameter "
+                "that of the whole: torch.compile fails when it compiles again; set model.compile=false, or use fsdp2"
+            )
         self._rows = Rows(init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",)))
         self.averaged_over = ctx.world_size
         self._low_precision = model.compute_dtype is not torch.float32

@@ -227,6 +227,9 @@ def refuse(rank: int, ranks: int, folder: Path) -> list[str]:
     with pytest.raises(UserError) as caught:
         runs.start(rank, ranks, "fsdp1", {}, ModelSpec(str(folder), torch.bfloat16, lora=LoraSpec(base_dtype=torch.bfloat16)), None)
     messages.append(str(caught.value))
+    with pytest.raises(UserError) as caught:
+        runs.start(rank, ranks, "fsdp1", {}, ModelSpec(str(folder), compile=True), None)
+    messages.append(str(caught.value))
     spec = ModelSpec(str(folder))
     scorer = build.build(spec)
     first, second = scorer.blocks
@@ -237,7 +240,8 @@ def refuse(rank: int, ranks: int, folder: Path) -> list[str]:
 
 
 def test_what_a_flat_tensor_cannot_hold_is_refused(folder: Path) -> None:
-    for dtypes, ties in run_ranks(refuse, 2, folder):
+    for dtypes, compiled, ties in run_ranks(refuse, 2, folder):
         assert "bfloat16 and float32" in dtypes
         assert "model.lora.base_dtype=float32" in dtypes
+        assert "set model.compile=false, or use fsdp2" in compiled
         assert "model.layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are one parameter" in ties
